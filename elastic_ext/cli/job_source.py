@@ -79,7 +79,6 @@ class AgentUrl:
         return records.read(job_status.Document, answer, self._url, job_status.SCHEMA)
 
     def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
-        """Put what the agent answers, or why it does not."""
         try:
             request = urllib.request.Request(f"{self._url}/job.json", headers=self._headers)
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
@@ -104,13 +103,11 @@ def _password(user: str, file: str | None) -> str:
 
 
 def add_job(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a job in its etcd or store."""
     command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help=ENDPOINT)
     command.add_argument("--rdzv-id", metavar="ID", required=True, help="run id of the job")
 
 
 def seconds(text: str) -> float:
-    """Return the value of an argument that is a time limit."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError(text)
@@ -150,7 +147,6 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a job, or one of its agents."""
     command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help=ENDPOINT)
     command.add_argument("--rdzv-id", metavar="ID", default="", help="run id of the job")
     command.add_argument(

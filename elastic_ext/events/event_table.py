@@ -26,8 +26,6 @@ ANY = "object"
 
 @dataclass(frozen=True)
 class Field:
-    """A field of an event."""
-
     name: str
     type: str  # as in JSON Schema; "array of T" and "object of T" hold values of type T
     meaning: str
@@ -264,7 +262,6 @@ def record(name: str, source: Source, at: EventTime, own: Mapping[str, Value]) -
 
 
 def rfc3339(unix_s: float) -> str:
-    """Return a time as RFC 3339 in UTC with microseconds."""
     return datetime.fromtimestamp(unix_s, timezone.utc).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
@@ -392,7 +389,6 @@ class RecoveryTrace:
             self._first_cause = cause
 
     def ran(self, now: float) -> None:
-        """Note that all workers run."""
         self._ran = True
         if self._current:
             self._next(FIRST_STEP, now)

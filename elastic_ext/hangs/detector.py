@@ -283,7 +283,6 @@ def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Ass
 
 
 def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float | None) -> Assessment:
-    """Compare how long each has been quiet with its limit."""
     for worker in workers:
         limit = limit_s(worker, activity, fixed_s)
         if worker.quiet_s < limit:
@@ -306,7 +305,6 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
 
 
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
-    """Return whether the worker was quiet for IMMINENT_SHARE of its limit and idle for IMMINENT_IDLE_SHARE of it."""
     limit = limit_s(worker, Activity.NONE, fixed_s)
     if worker.asleep_in_kernel and limit < limit_s(worker, Activity.KERNEL, fixed_s):
         return False
@@ -515,7 +513,6 @@ def window_s(fixed_s: float | None = None) -> float:
 
 
 def _often_s(fixed_s: float | None) -> float:
-    """Return the longest time between two checks."""
     # The first step, or the end of an evaluation, can shorten the limits to this floor.
     return (IDLE_FLOOR_S if fixed_s is None else fixed_s) / 2
 

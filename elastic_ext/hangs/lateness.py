@@ -144,17 +144,14 @@ class Late:
 
     @property
     def share(self) -> float:
-        """Return the part of a step."""
         return self.median_us / self.step_us if self.step_us > 0 else 0.0
 
     @property
     def counts(self) -> bool:
-        """Return whether it is late, in this window."""
         least = SHARE * self.step_us
         return self.error_us is not None and self.median_us - self.error_us >= least and self.low_us >= least / 2
 
     def less(self, by_us: float) -> Late:
-        """Return it with so much less lateness."""
         return replace(self, median_us=self.median_us - by_us, p90_us=self.p90_us - by_us, low_us=self.low_us - by_us)
 
 
@@ -331,8 +328,6 @@ def _error_us(place: int, clocks: Mapping[int, Alignment], waits: float) -> floa
 
 @dataclass(frozen=True)
 class Streak:
-    """For how many comparisons something has been late."""
-
     late: Late
     count: int  # comparisons in which it was late
     missed: int  # how many it has not been late in since
@@ -377,7 +372,6 @@ def _much(before: Streak | None, after: Streak, now: float) -> Streak:
 
 
 def named(streaks: Streaks) -> list[Streak]:
-    """Return what is named, the latest first."""
     found = [each for each in streaks.values() if each.named]
     return sorted(found, key=lambda each: -each.late.share)[:MAX_LATE]
 

@@ -110,7 +110,6 @@ def _answered_s(connections: Iterable[TcpConnection]) -> dict[tuple[str, str], f
 
 
 def lasting(reach: Reachability, limit_s: float) -> Reachability:
-    """Leave out what has not lasted for limit_s seconds yet."""
     return Reachability(reach.addresses, tuple(each for each in reach.unanswered if each.for_s >= limit_s))
 
 

@@ -44,7 +44,6 @@ class _Watch:
         self._stall: Stall | None = None  # while all workers are quiet
 
     def next_check_s(self) -> float:
-        """Return the seconds until check() has something to do."""
         return max(0.0, self._next_check - time.monotonic())
 
     def _is_due(self, now: float) -> bool:

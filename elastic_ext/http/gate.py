@@ -22,7 +22,6 @@ import socket
 import ssl
 import threading
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -65,8 +64,6 @@ _Stamps = tuple[tuple[int, int, int] | None, ...]
 
 
 class Verdict(Enum):
-    """What becomes of a request."""
-
     ALLOWED = "allowed"
     REFUSED = "refused"
     LATER = "later"  # too many passwords wait to be checked
@@ -227,16 +224,12 @@ def _stamps(files: tuple[str, ...]) -> _Stamps:
     return tuple(map(stamp, files))
 
 
-class _Wrong(ValueError):
-    """What is wrong with the file, and what to do."""
-
-
 def _section(name: str, value: object, known: tuple[str, ...]) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise _Wrong(f"{name} is {type(value).__name__}, expected {', '.join(known)}")
+        raise ValueError(f"{name} is {type(value).__name__}, expected {', '.join(known)}")
     for key in value:
         if key not in known:
-            raise _Wrong(f"{name} has {key!r}, which this server does not support: expected {', '.join(known)}; remove it")
+            raise ValueError(f"{name} has {key!r}, which this server does not support: expected {', '.join(known)}; remove it")
     return value
 
 
@@ -246,9 +239,9 @@ def _files(section: Mapping[str, object], folder: str) -> tuple[str, ...]:
     for key in FILE_KEYS:
         name = section.get(key)
         if name is None and key != CLIENT_CA:
-            raise _Wrong(f"tls_server_config has no {key}: expected cert_file and key_file")
+            raise ValueError(f"tls_server_config has no {key}: expected cert_file and key_file")
         if name is not None and not (isinstance(name, str) and name):
-            raise _Wrong(f"tls_server_config.{key} is {name!r}, expected the name of a file")
+            raise ValueError(f"tls_server_config.{key} is {name!r}, expected the name of a file")
         found += [os.path.join(folder, name)] if isinstance(name, str) else []
     return tuple(found)
 
@@ -257,7 +250,7 @@ def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLCont
     def choice(key: str, default: str, values: Mapping[str, _Value]) -> _Value:
         value = section.get(key, default)
         if not isinstance(value, str) or value not in values:
-            raise _Wrong(f"tls_server_config.{key} is {value!r}, expected one of {', '.join(values)}")
+            raise ValueError(f"tls_server_config.{key} is {value!r}, expected one of {', '.join(values)}")
         return values[value]
 
     certificate, key, *authorities = files
@@ -265,10 +258,12 @@ def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLCont
     client_auth = choice("client_auth_type", "NoClientCert", CLIENT_AUTH)
     if bool(authorities) == (client_auth is ssl.CERT_NONE):
         wrong = "client_ca_file without client_auth_type" if authorities else "client_auth_type without client_ca_file"
-        raise _Wrong(f"tls_server_config has {wrong}: expected both (client_auth_type: RequireAndVerifyClientCert), or neither")
+        raise ValueError(
+            f"tls_server_config has {wrong}: expected both (client_auth_type: RequireAndVerifyClientCert), or neither"
+        )
     lowest, highest = choice("min_version", "TLS12", VERSIONS), choice("max_version", "TLS13", VERSIONS)
     if lowest > highest:
-        raise _Wrong("tls_server_config: min_version is above max_version")
+        raise ValueError("tls_server_config: min_version is above max_version")
     made.minimum_version, made.maximum_version = lowest, highest
     made.options |= ssl.OP_NO_RENEGOTIATION  # by which a client could make the server compute at will
     seen = certificate
@@ -281,7 +276,7 @@ def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLCont
             made.load_verify_locations(seen)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise _Wrong(f"{seen}: {why}: expected PEM files, the key without a password") from error
+        raise ValueError(f"{seen}: {why}: expected PEM files, the key without a password") from error
     made.verify_mode = client_auth
     return made
 
@@ -289,15 +284,17 @@ def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLCont
 def _users(section: object) -> Iterator[tuple[str, bytes]]:
     """The messages hold no hash: the log has more readers than the file."""
     if not isinstance(section, dict):
-        raise _Wrong(f"basic_auth_users is {type(section).__name__}, expected names with bcrypt hashes")
+        raise ValueError(f"basic_auth_users is {type(section).__name__}, expected names with bcrypt hashes")
     for user, hashed in section.items():
         if not isinstance(user, str) or ":" in user:
-            raise _Wrong(f"basic_auth_users has {user!r}, expected a name without a colon; quote it")
+            raise ValueError(f"basic_auth_users has {user!r}, expected a name without a colon; quote it")
         found = _HASH.fullmatch(hashed) if isinstance(hashed, str) else None
         if found is None:
-            raise _Wrong(f"basic_auth_users.{user} is not a bcrypt hash ($2y$10$...): make one with `htpasswd -nBC 10 {user}`")
+            raise ValueError(
+                f"basic_auth_users.{user} is not a bcrypt hash ($2y$10$...): make one with `htpasswd -nBC 10 {user}`"
+            )
         if not 4 <= int(found["cost"]) <= MAX_COST:
-            raise _Wrong(f"basic_auth_users.{user} has bcrypt's cost {found['cost']}, expected 4 to {MAX_COST}")
+            raise ValueError(f"basic_auth_users.{user} has bcrypt's cost {found['cost']}, expected 4 to {MAX_COST}")
         yield user, hashed.encode()
 
 
@@ -310,7 +307,7 @@ def _refuse_twice(node: object) -> None:
     names = [str(key.value) for key, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise _Wrong(f"{name!r} is there twice: keep one")
+            raise ValueError(f"{name!r} is there twice: keep one")
     for _, below in pairs:
         _refuse_twice(below)
 
@@ -371,8 +368,8 @@ class Checks:
         self._changed = threading.Condition()
         self._closing = False
         self._waiting: list[Login] = []
-        self._wrong: OrderedDict[str, int] = OrderedDict()
-        self._results: deque[tuple[Login, bool | None]] = deque()
+        self._wrong: dict[str, int] = {}  # by address, the latest last
+        self._results: list[tuple[Login, bool | None]] = []
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
 
@@ -408,8 +405,7 @@ class Checks:
         except BlockingIOError:
             return []
         with self._changed:
-            found = list(self._results)
-            self._results.clear()
+            found, self._results = self._results, []
         return found
 
     def close(self) -> None:
@@ -456,7 +452,7 @@ class Checks:
             return
         self._wrong[address] = self._wrong.pop(address, 0) + 1
         while len(self._wrong) > MAX_ADDRESSES:
-            self._wrong.popitem(last=False)
+            del self._wrong[next(iter(self._wrong))]
 
     def _report(self, login: Login, right: bool | None) -> None:
         self._results.append((login, right))

@@ -123,7 +123,6 @@ class Page:
     made_at: float = 0.0  # when it was begun (time.monotonic()); 0: it does not change
 
     def encoded(self) -> bytes:
-        """Return it as HTTP/1.0 sends it."""
         head = (
             *(f"HTTP/1.0 {self.status.value} {self.status.phrase}", *self.headers),
             *(f"Content-Type: {self.content_type}", f"Content-Length: {len(self.body)}", "Connection: close", "\r\n"),

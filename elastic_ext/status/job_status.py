@@ -71,8 +71,6 @@ class RoundSpan:
 
 @dataclass(frozen=True)
 class NodeReport:
-    """A node at one moment."""
-
     name: NameOrEmpty  # of its host
     state: str  # what its agent does, one of `families.STATES`
     state_s: Seconds = 0.0  # for how long
@@ -107,44 +105,33 @@ def decode_report(text: str, what: str) -> NodeReport:
     return records.read(NodeReport, text, what, REPORT_SCHEMA)
 
 
-@dataclass(frozen=True)
-class _Round:
-    """A round. began, ended: monotonic; ended is None while its workers run."""
-
-    round: int
-    began: float
-    ended: float | None = None
-    why: str = ""
-
-
 class RoundHistory:
     """The last MAX_ROUNDS rounds."""
 
     def __init__(self) -> None:
-        self._rounds: deque[_Round] = deque(maxlen=MAX_ROUNDS)
+        self._rounds: deque[RoundSpan] = deque(maxlen=MAX_ROUNDS)  # with monotonic times in place of ages
 
     def entered(self, state: str, round_: int, now: float) -> None:
         """Note what the agent does from `now` on. state: one of families.STATES."""
         last = self._rounds[-1] if self._rounds else None
-        runs = last is not None and last.ended is None
+        runs = last is not None and last.ended_s is None
         if last is not None and runs and (state != RUNNING or round_ != last.round):
-            self._rounds[-1] = replace(last, ended=now)
+            self._rounds[-1] = replace(last, ended_s=now)
             runs = False
         if state == RUNNING and not runs:
-            self._rounds.append(_Round(round_, now))
+            self._rounds.append(RoundSpan(round_, now))
 
     def explain(self, round_: int, why: str) -> None:
         """Note why a round ended, unless that is known."""
         for number, each in enumerate(self._rounds):
-            if each.round == round_ and each.ended is not None and not each.why:
+            if each.round == round_ and each.ended_s is not None and not each.why:
                 self._rounds[number] = replace(each, why=why[:MAX_WHY])
 
     def spans(self, now: float) -> tuple[RoundSpan, ...]:
         """Return the rounds, oldest first, with ages at `now`."""
-        return tuple(
-            RoundSpan(each.round, age_s(now, each.began), age_s(now, each.ended) if each.ended is not None else None, each.why)
-            for each in self._rounds
-        )
+        ended = [None if each.ended_s is None else age_s(now, each.ended_s) for each in self._rounds]
+        ages = zip(self._rounds, ended, strict=True)
+        return tuple(replace(each, began_s=age_s(now, each.began_s), ended_s=at) for each, at in ages)
 
 
 def age_s(now: float, at: float) -> float:
@@ -175,8 +162,6 @@ class Failure:
 
 @dataclass(frozen=True)
 class Job:
-    """The job."""
-
     run_id: str
     backend: str
     state: str  # forming, starting, running, recovering, succeeded, failed, ended (how is unknown)
@@ -247,8 +232,6 @@ class GoodputPoint:
 
 @dataclass(frozen=True)
 class Document:
-    """The whole document."""
-
     job: Job
     nodes: tuple[NodeStatus, ...] = ()
     rounds: tuple[RoundSpan, ...] = ()
@@ -312,7 +295,8 @@ def build(sources: Sources) -> Document:
     if own is not None:
         reports[own.id] = own.report, 0.0
     behind = _behind(reports, own.id if own is not None else "")
-    nodes = sorted((_node(status, id_, reports.get(id_), behind.get(id_, 0.0)) for id_ in {*status.nodes, *reports}), key=_order)
+    found = (_node(status, id_, reports.get(id_), behind.get(id_, 0.0)) for id_ in {*status.nodes, *reports})
+    nodes = sorted(found, key=lambda node: (node.node_rank < 0, node.node_rank, node.id))
     rounds, by = _rounds(reports, own)
     failures = tuple(_failure(each) for each in status.ledger.verdicts)
     verdicts = {each.round: each.reason for each in failures}
@@ -441,10 +425,6 @@ def _older(age_s: float | None, by_s: float) -> float | None:
     return None if age_s is None else round(age_s + by_s, 3)
 
 
-def _order(node: NodeStatus) -> tuple[bool, int, str]:
-    return node.node_rank < 0, node.node_rank, node.id
-
-
 def _rounds(reports: Mapping[str, tuple[NodeReport, float | None]], own: Own | None) -> tuple[tuple[RoundSpan, ...], str]:
     """Return the longest account of the rounds, by one clock, and the name of its node: an agent that came later saw fewer."""
     best: tuple[RoundSpan, ...] = own.report.rounds if own is not None else ()
@@ -506,18 +486,14 @@ def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[goodput.StateSecon
 
 def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[goodput.StateSeconds, ...]) -> list[Unknown]:
     """Return what is missing here although it is known in other cases."""
-    found = []
     silent = sum(each.state == SILENT for each in nodes)
-    if silent:
-        has = "has" if silent == 1 else "have"
-        found.append(Unknown("state", f"{counted(silent, 'node')} {has} reported nothing yet"))
-    if not nodes:
-        found.append(Unknown("nodes", "no agent is left in the job, and the last reports have expired"))
-    if not rounds and not nodes:
-        found.append(Unknown("rounds", "only agents know when a round began"))
-    if not spent:
-        found.append(Unknown("goodput", "no agent has reported where its time went"))
-    return found
+    gaps = (
+        (silent, "state", f"{counted(silent, 'node')} {'has' if silent == 1 else 'have'} reported nothing yet"),
+        (not nodes, "nodes", "no agent is left in the job, and the last reports have expired"),
+        (not rounds and not nodes, "rounds", "only agents know when a round began"),
+        (not spent, "goodput", "no agent has reported where its time went"),
+    )
+    return [Unknown(what, why) for is_so, what, why in gaps if is_so]
 
 
 class ReportAges:

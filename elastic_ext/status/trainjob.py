@@ -12,7 +12,6 @@ process of a job should post.
 from __future__ import annotations
 
 import http.client
-import itertools
 import json
 import logging
 import math
@@ -63,7 +62,7 @@ def body_of(training: Training, state: TrainJobState, now: float, gauges: Mappin
     step_s = {"step_seconds": f"{training.step_s:.6g}"} if training.step_s is not None else {}
     metrics = {"current_step": training.step, **total, **step_s, "restarts": training.restarts}
     fitting = {name: f"{value:.6g}" for name, value in gauges.items() if name not in metrics and len(name) <= MAX_TEXT}
-    shown = *((name, str(value)) for name, value in metrics.items()), *itertools.islice(fitting.items(), MAX_GAUGES)
+    shown = *((name, str(value)) for name, value in metrics.items()), *list(fitting.items())[:MAX_GAUGES]
     known = {"progressPercentage": _percentage(training, state), "estimatedRemainingSeconds": _remaining_s(training, state)}
     status = {
         **{name: value for name, value in known.items() if value is not None},

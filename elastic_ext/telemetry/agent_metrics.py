@@ -120,7 +120,6 @@ class AgentMetrics(FamilyCollector):
         self._add("restarts", kind if kind in RESTART_KINDS else OTHER)
 
     def failed(self, kind: str) -> None:
-        """Count a failure. kind: of the diagnosis."""
         self.goodput.decided(kind)
         self._add("failures", kind if kind in KINDS else OTHER)  # the kind may come from another agent
 
@@ -366,23 +365,18 @@ def gpu_uuids() -> list[str]:
     if (error := nvml.nvmlInit_v2()) != 0:
         logger.info("metrics: no GPU is named: NVML does not start (error %s)", error)
         return []
+    found, count = list[str](), ctypes.c_uint()
     try:
-        return _uuids(nvml)
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
+            return []
+        for index in range(count.value):
+            device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
+            failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0
+            failed = failed or nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_BYTES)) != 0
+            found.append("" if failed else text.value.decode(errors="replace"))
+        return found
     finally:
         nvml.nvmlShutdown()
-
-
-def _uuids(nvml: ctypes.CDLL) -> list[str]:
-    count = ctypes.c_uint()
-    if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        return []
-    found = []
-    for index in range(count.value):
-        device, text = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
-        failed = nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)) != 0
-        failed = failed or nvml.nvmlDeviceGetUUID(device, text, ctypes.c_uint(_UUID_BYTES)) != 0
-        found.append("" if failed else text.value.decode(errors="replace"))
-    return found
 
 
 def gpus_by_local_rank(workers: int, host: Sequence[str], environ: Mapping[str, str]) -> list[str]:
@@ -453,8 +447,6 @@ class VerdictMetrics(FamilyCollector):
 
 
 class LatenessMetrics(FamilyCollector):
-    """The ranks and hosts of the job that are late."""
-
     table = families.LATENESS
 
     def show(self, named: Iterable[tuple[str, int, float, float]], largest: float | None) -> None:

@@ -81,7 +81,6 @@ class Family:
         return cls(kind, help, labels, known, most or usually, unit, bounds)
 
     def new(self, name: str) -> Metric:
-        """Return the family without values."""
         if self.kind is core.InfoMetricFamily:
             return core.InfoMetricFamily(name, self.help, labels=self.labels)
         make: Callable[..., Metric] = self.kind
@@ -132,8 +131,6 @@ class HistogramCounts:
 
 @dataclass(frozen=True)
 class Total:
-    """A value of a summary."""
-
     count: int
     seconds: float
 
@@ -216,7 +213,6 @@ class FamilyCollector(Collector):
         yield from found.values()
 
     def values(self) -> Values:
-        """Yield the values that there are now."""
         with self._lock:
             counts = [(name, labels, value) for name, of in self._values.items() for labels, value in of.items()]
             histograms = [(name, labels, each.copy()) for (name, labels), each in self._histograms.items()]

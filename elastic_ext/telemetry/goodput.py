@@ -150,7 +150,6 @@ class TimeLedger:
         self._flops += sum(each.flops for each in workers)
 
     def _counted(self, workers: Sequence[Progress]) -> goodput.Spent:
-        """Return the counts with what these workers have done."""
         if not workers:
             return self._counts
         steps = max(each.steps for each in workers)
@@ -221,8 +220,6 @@ def _mean(workers: Sequence[Progress], since: float, until: float) -> dict[str, 
 
 @dataclass(frozen=True)
 class Interval:
-    """The advised time between two checkpoints."""
-
     seconds: float | None  # None while too little is known
     reason: str  # why, or what is missing
     stall_s: float = 0.0  # mean stall of a save

@@ -57,7 +57,6 @@ def added(one: Values | None, other: Values) -> Values:
 
 
 def set_last(one: Values | None, other: Values) -> Values:
-    """Return the values of the gauge that was set last."""
     return other if one is None or other[1] >= one[1] else one
 
 

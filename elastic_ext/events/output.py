@@ -163,7 +163,7 @@ class Events:
             self._outbox = Outbox(self._write, "elastic_ext-events", most, self._end)
 
     def emit(self, name: str, **fields: Value) -> None:
-        """Write an event with its own fields; see `event_table.EVENTS`. Returns at once."""
+        """Write an event with its own fields; see `events.schema.json`. Returns at once."""
         if self._outbox is None:
             return
         try:

@@ -162,6 +162,8 @@ class Failure:
 
 @dataclass(frozen=True)
 class Job:
+    """The job."""
+
     run_id: str
     backend: str
     state: str  # forming, starting, running, recovering, succeeded, failed, ended (how is unknown)

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from html import escape
+from pathlib import Path
+from string import Template
 from xml.etree import ElementTree
 
 from matplotlib import style
@@ -68,7 +70,8 @@ def html(of: Timeline) -> str:
             element.set("style", found)
     for name in ("width", "height"):
         root.attrib.pop(name, None)
-    return _PAGE.format(
+    page = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
+    return page.substitute(
         title=escape(headline(of)),
         picture=_text(root),
         failures=_table(of),
@@ -238,19 +241,8 @@ def _interruption(drawing: _Drawing, end: Interruption, number: int, y: float, d
     if end.row is not None:
         drawing.axes.plot([at], [down], marker="X", markersize=6, color=color, markeredgecolor=PAPER, zorder=5, clip_on=False)
     box = {"boxstyle": "circle,pad=0.18" if number < 10 else "round,pad=0.18", "facecolor": color, "edgecolor": "none"}
-    drawing.axes.text(
-        at,
-        y,
-        str(number),
-        ha="center",
-        va="center",
-        fontsize=7.5,
-        color="#ffffff",
-        fontweight="bold",
-        bbox=box,
-        zorder=6,
-        gid=gid,
-    )
+    font = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "#ffffff", "fontweight": "bold"}
+    drawing.axes.text(at, y, str(number), font, bbox=box, zorder=6, gid=gid)
 
 
 def _color(end: Interruption) -> str:
@@ -415,35 +407,6 @@ def _notes(of: Timeline, y: float) -> tuple[list[Text], float]:
             texts.append(Text(MARGIN, y, line, 8, SOFT))
             y += LINE - 0.02
     return texts, y
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --ink: #101112; --soft: #5b5c5d; --faint: #d7d8d9; --paper: #fefdfc; --alarm: #b3122f }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #ececec; --soft: #a9abad; --faint: #3b3d40; --paper: #16181b; --alarm: #ff8087 }}
-}}
-body {{ margin: 1rem; background: var(--paper); color: var(--ink); font: 14px/1.4 "DejaVu Sans", Verdana, sans-serif }}
-.picture {{ overflow-x: auto }}
-svg {{ min-width: 60rem; width: 100%; height: auto; font-family: "DejaVu Sans", Verdana, sans-serif }}
-svg path:hover {{ opacity: 0.75 }}
-.list {{ overflow-x: auto }}
-table {{ border-collapse: collapse }}
-th, td {{ text-align: left; vertical-align: top; padding: 0.15rem 0.8rem 0.15rem 0; border-bottom: 1px solid var(--faint) }}
-td:nth-child(2) {{ white-space: nowrap }}
-th, .notes {{ color: var(--soft); font-weight: normal }}
-td:first-child {{ color: var(--alarm); font-weight: bold }}
-</style>
-<div class="picture">{picture}</div>
-{failures}
-<ul class="notes">{notes}</ul>
-</html>
-"""
 
 
 def _table(of: Timeline) -> str:

@@ -17,7 +17,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
@@ -114,7 +113,7 @@ def seconds(text: str) -> float:
     return value
 
 
-@contextmanager
+@contextlib.contextmanager
 def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
     """Yield a client of a job's etcd, also where the job has started it (`--rdzv-endpoint=job:`), or of its own store.
 
@@ -176,7 +175,7 @@ def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
     return AgentUrl(args) if args.url else None
 
 
-@contextmanager
+@contextlib.contextmanager
 def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False) -> Iterator[Read]:
     """Yield what reads the job once. again: it is read more than once. Raises UsageError: etcd does not answer."""
     if agent is not None:

@@ -18,7 +18,6 @@ import socket
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -408,7 +407,7 @@ def _disk_figure(node: str, setting: str, directory: str) -> Figure:
 
 
 def _storage_figure(node: str, url: str) -> Figure:
-    name, data = f".elastic_ext_preflight_{uuid.uuid4().hex}", os.urandom(STORAGE_BYTES)
+    name, data = f".elastic_ext_preflight_{os.urandom(16).hex()}", os.urandom(STORAGE_BYTES)
     began = time.monotonic()
     try:
         storage = open_storage(url)

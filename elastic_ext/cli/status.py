@@ -16,8 +16,7 @@ from elastic_ext.base.printable import counted, shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.rendezvous.job_status import NoSuchJob
-from elastic_ext.status import job_status
-from elastic_ext.status.job_status import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
+from elastic_ext.status.job_status import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan, encode
 from elastic_ext.telemetry import families
 
 WATCH_S = 2.0  # between two looks
@@ -64,7 +63,7 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
     """Show the job again and again until it has ended or answers have stopped. Raises what the first `read` raises."""
     document, read_at, fault = read(), time.monotonic(), ""
     code = _show(document, as_json, again=True)
-    while document.job.state not in job_status.ENDED_STATES:
+    while document.job.state not in ENDED_STATES:
         time.sleep(WATCH_S)
         try:
             document, read_at, fault = read(), time.monotonic(), ""
@@ -85,7 +84,7 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
 def _show(document: Document, as_json: bool, again: bool = False) -> int:
     """Show the document. again: in place of what was shown before, on a terminal."""
     if as_json:
-        print(job_status.encode(document), flush=True)
+        print(encode(document), flush=True)
     else:
         terminal = _terminal(again)
         found = [as_text(line, terminal) for line in job_lines(document, terminal)]

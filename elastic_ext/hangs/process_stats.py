@@ -11,10 +11,10 @@ another process can block, and the watch must never wait for the processes that 
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import platform
-import re
 import socket
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -346,12 +346,10 @@ _HEADER = struct.Struct("=IHHII")  # nlmsghdr: length, type, flags, sequence, po
 _REQUEST = struct.Struct("=BBBxI48x")  # inet_diag_req_v2: family, protocol, extensions, states, any address
 _ATTRIBUTES_AT = 72  # in inet_diag_msg
 _ATTRIBUTE = struct.Struct("=HH")  # length, type
-_INODE_AT = 68  # in inet_diag_msg
 _MOVED = struct.Struct("=QQ")  # of tcp_info: tcpi_bytes_acked, tcpi_bytes_received
 _MOVED_AT = 120
 # TCP states (net/tcp_states.h) in which a socket can move bytes: established, fin wait 1 and 2, close wait, last ack, closing.
 _STATES = sum(1 << state for state in (1, 4, 5, 8, 9, 11))
-_SOCKET = re.compile(r"socket:\[(\d+)\]")
 _ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _CLOSE_WAIT, _LISTEN = 1, 2, 4, 8, 10  # net/tcp_states.h
 _ENDS_KNOWN = sum(1 << state for state in (_ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _CLOSE_WAIT, _LISTEN))
 # inet_diag_msg: family, state, timer; ports and addresses in network byte order; ms until the timer expires; inode
@@ -415,10 +413,7 @@ def _padded(length: int) -> int:
 def moved_by_inode() -> dict[int, int] | None:
     """Return the bytes sent and acknowledged, or received, by each TCP socket of this network namespace; None: not known."""
     try:
-        return {
-            struct.unpack_from("=I", message, _INODE_AT)[0]: sum(_MOVED.unpack_from(info, _MOVED_AT))
-            for message, info in sockets(_STATES)
-        }
+        return {_MESSAGE.unpack_from(message)[-1]: sum(_MOVED.unpack_from(info, _MOVED_AT)) for message, info in sockets(_STATES)}
     except (OSError, struct.error):  # no such netlink family, no such module, Linux before 4.2
         return None
 
@@ -427,12 +422,9 @@ def inodes_of(pid: int) -> set[int]:
     """Return the inodes of all open sockets of the process. Raises OSError if it has ended or belongs to another user."""
     found = set()
     for descriptor in os.listdir(f"/proc/{pid}/fd"):
-        try:
-            match = _SOCKET.fullmatch(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-        except FileNotFoundError:  # just closed
-            continue
-        if match:
-            found.add(int(match[1]))
+        with contextlib.suppress(FileNotFoundError):  # just closed
+            kind, _, inode = os.readlink(f"/proc/{pid}/fd/{descriptor}").partition(":")  # socket:[INODE]
+            found |= {int(inode[1:-1])} if kind == "socket" else set()
     return found
 
 

@@ -27,7 +27,6 @@ from elastic_ext.base.printable import shown
 from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.accounting import Goodput
-from elastic_ext.telemetry.families import DECISIONS, FAILED, OK, OTHER, FamilyCollector, UnixClock, Values
 from elastic_ext.workers.progress import Progress
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ class WorkerProgress:
     row: Progress
 
 
-class AgentMetrics(FamilyCollector):
+class AgentMetrics(families.FamilyCollector):
     """The metrics of one agent, in its own registry, with its goodput, which every change of state concerns, and its process.
 
     version, torch: versions of this package and of torch, which this module does not import. node: this node's name; default: its
@@ -73,7 +72,7 @@ class AgentMetrics(FamilyCollector):
         self._info = {name: _label(value) for name, value in info.items()}
         self._gpus = gpus
         self.progress = progress
-        self._clock = UnixClock()
+        self._clock = families.UnixClock()
         self._full = False
         self.goodput = Goodput()  # where the time goes
         # called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`
@@ -117,11 +116,11 @@ class AgentMetrics(FamilyCollector):
 
     def restarted(self, kind: str) -> None:
         """Count a restart of the workers. kind: a kind of failure, or "membership"."""
-        self._add("restarts", kind if kind in RESTART_KINDS else OTHER)
+        self._add("restarts", kind if kind in RESTART_KINDS else families.OTHER)
 
     def failed(self, kind: str) -> None:
         self.goodput.decided(kind)
-        self._add("failures", kind if kind in KINDS else OTHER)  # the kind may come from another agent
+        self._add("failures", kind if kind in KINDS else families.OTHER)  # the kind may come from another agent
 
     def budget(self, charged: int, limit: int) -> None:
         """Set the job's budget of restarts as a verdict states it. A negative limit means no limit."""
@@ -176,7 +175,7 @@ class AgentMetrics(FamilyCollector):
         with self._lock:
             self._add("checkpoint_copied_bytes", by=size)
             self._add("checkpoint_copies", families.COPIED, by=int(complete))
-            self._add("checkpoint_copies", FAILED, by=int(failed))
+            self._add("checkpoint_copies", families.FAILED, by=int(failed))
             waits_since = self._clock.at(now - lag_s) if lag_s > 0 else None
             self._set(checkpoint_copy_lag_steps=lag_steps, checkpoint_uncopied_since_timestamp_seconds=waits_since)
             if complete:
@@ -193,7 +192,7 @@ class AgentMetrics(FamilyCollector):
 
     def copy_failed(self) -> None:
         """Count a failure of the copier itself: it died, or seems stuck."""
-        self._add("checkpoint_copies", FAILED)
+        self._add("checkpoint_copies", families.FAILED)
 
     def put(self, group: str, name: str, value: float) -> None:
         """Keep a value of torchelastic's put_metric, which accepts anything; drop it if it is not a number. Never raises.
@@ -220,7 +219,7 @@ class AgentMetrics(FamilyCollector):
                 *labels,
             )
 
-    def values(self) -> Values:
+    def values(self) -> families.Values:
         workers = self.progress()
         yield families.INFO, (), self._info
         yield from super().values()
@@ -231,7 +230,7 @@ class AgentMetrics(FamilyCollector):
             for name, labels, value in self._of_worker(each):
                 yield f"elastic_ext_worker_{name}", (str(each.local_rank), *labels), value
 
-    def _of_worker(self, each: WorkerProgress) -> Values:
+    def _of_worker(self, each: WorkerProgress) -> families.Values:
         """Yield the values of a worker. The names lack elastic_ext_worker_, and the labels local_rank."""
         row = each.row
         yield "steps", (), row.steps
@@ -240,17 +239,17 @@ class AgentMetrics(FamilyCollector):
         yield "saved_step", (), row.saved_step
         yield "last_save_timestamp_seconds", (), self._clock.at(row.saved_ns / 1e9) if row.saved_ns else None
         yield "checkpoint_saves", (families.SAVED,), row.saves
-        yield "checkpoint_saves", (FAILED,), row.failed_saves
+        yield "checkpoint_saves", (families.FAILED,), row.failed_saves
         yield "checkpoint_save_seconds", (), families.Total(row.saves, row.saving_s)
         yield "checkpoint_load_seconds", (), families.Total(row.loads, row.loading_s)
         yield "checkpoint_verify_seconds", (), families.Total(row.checks, row.checking_s)
         yield "memory_copies", (families.SAVED,), row.copies
-        yield "memory_copies", (FAILED,), row.failed_copies
+        yield "memory_copies", (families.FAILED,), row.failed_copies
         yield "memory_copies", (families.UNUSABLE,), row.unusable_copies
         yield "memory_stall_seconds", (), families.Total(row.copies, row.copies_stall_s)
         yield "memory_step", (), row.copied_step
         yield "memory_parts", (families.COPIED,), row.parts_sent
-        yield "memory_parts", (FAILED,), row.parts_not_sent
+        yield "memory_parts", (families.FAILED,), row.parts_not_sent
         yield "memory_sent_bytes", (), row.sent_bytes
         yield "memory_every_steps", (), row.copy_every or None
 
@@ -404,7 +403,7 @@ def _named(device: str, host: Sequence[str]) -> str:
 REPLACE = "replace_node"
 
 
-class VerdictMetrics(FamilyCollector):
+class VerdictMetrics(families.FamilyCollector):
     """Incidents of the job that this agent knows of: hangs, verdicts, strikes against this node, refused hosts.
 
     The agents of a job do not read its ledger. So the strikes are those of this agent's time, and a node that a verdict does not
@@ -433,12 +432,13 @@ class VerdictMetrics(FamilyCollector):
             if self._last == (round_, decision, host):
                 return
             self._last = (round_, decision, host)
-            self._add("decisions", decision if decision in DECISIONS else DECISIONS[0], kind if kind in KINDS else OTHER)
+            known = decision if decision in families.DECISIONS else families.DECISIONS[0]
+            self._add("decisions", known, kind if kind in KINDS else families.OTHER)
             self._add("node_strikes", by=int(host == self._host))
             if decision == REPLACE:
                 self._refused[host] = self._now() + self._refuse_s
 
-    def values(self) -> Values:
+    def values(self) -> families.Values:
         with self._lock:
             now = self._now()
             self._refused = {host: until for host, until in self._refused.items() if until > now}
@@ -446,7 +446,7 @@ class VerdictMetrics(FamilyCollector):
         yield from super().values()
 
 
-class LatenessMetrics(FamilyCollector):
+class LatenessMetrics(families.FamilyCollector):
     table = families.LATENESS
 
     def show(self, named: Iterable[tuple[str, int, float, float]], largest: float | None) -> None:
@@ -495,7 +495,7 @@ class OutageWatch:
         return OutageChange(True, endpoint, now - since) if reported and since is not None else None
 
 
-class EtcdHealth(FamilyCollector):
+class EtcdHealth(families.FamilyCollector):
     """How etcd serves this agent: an observer of the client's calls (`etcd.calls.CallObserver`). It never calls etcd itself."""
 
     table = families.ETCD
@@ -505,13 +505,13 @@ class EtcdHealth(FamilyCollector):
         super().__init__()
         self.lease_until: Callable[[], float | None] = lambda: None  # until when etcd certainly keeps this node; monotonic
         self._outages, self._on_outage = OutageWatch(outage_s), on_outage
-        self._clock = UnixClock()
+        self._clock = families.UnixClock()
 
     def called(self, seconds: float, answered: bool, endpoint: str) -> None:
         now = time.monotonic()
         with self._lock:
             self._observe("etcd_call_seconds", seconds=seconds)
-            self._add("etcd_calls", OK if answered else FAILED)
+            self._add("etcd_calls", families.OK if answered else families.FAILED)
             outage = self._outages.called(now - seconds, now, answered, endpoint)
             if outage is not None:
                 self._on_outage(outage)  # under the lock: its end must not be reported before it
@@ -519,7 +519,7 @@ class EtcdHealth(FamilyCollector):
     def reconnected(self) -> None:
         self._add("etcd_reconnects")
 
-    def values(self) -> Values:
+    def values(self) -> families.Values:
         yield from super().values()
         until = self.lease_until()
         yield "elastic_ext_etcd_lease_expiry_timestamp_seconds", (), self._clock.at(until) if until is not None else None

@@ -409,17 +409,10 @@ def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: fl
 
 
 @dataclass(frozen=True)
-class Stuck:
+class Stuck(WorkerStatus):
     """One worker of a node that hangs, after all workers were asked for their stacks."""
 
-    # rank, steps, reports, quiet_s, phase, state: see WorkerStatus
-    rank: int
-    steps: int
-    reports: int
-    quiet_s: float
-    phase: str
-    state: str
-    condition: str  # what it does, for people; see `condition`
+    condition: str = ""  # what it does, for people; see `condition`
     stack: str = ""  # the stacks of its threads, the main thread's last; "": not available
     collective: Collective | None = None  # which of its collectives does not complete; None: not known
 

@@ -234,16 +234,8 @@ def _of_group(
 
 def _late(host: str, rank: int, group: str, late_us: Sequence[float], error_us: float | None, step_us: float) -> Late:
     ordered = sorted(late_us)
-    return Late(
-        host,
-        rank,
-        group,
-        statistics.median(ordered),
-        ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
-        ordered[len(ordered) // 4],
-        error_us,
-        step_us,
-    )
+    p90_us, low_us = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], ordered[len(ordered) // 4]
+    return Late(host, rank, group, statistics.median(ordered), p90_us, low_us, error_us, step_us)
 
 
 def _lateness(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], list[bool]]:
@@ -381,13 +373,5 @@ def to_replace(found: Iterable[Streak], now: float, after_s: float) -> Streak | 
 
     found: see `named`.
     """
-    return next(
-        (
-            each
-            for each in found
-            if each.much_since is not None
-            and not (each.unseen or each.missed or each.much_missed)
-            and now - each.much_since >= after_s
-        ),
-        None,
-    )
+    still = (each for each in found if not (each.unseen or each.missed or each.much_missed))
+    return next((each for each in still if each.much_since is not None and now - each.much_since >= after_s), None)

@@ -20,7 +20,7 @@ from elastic_ext.hangs import detector, process_stats, stacks, unanswered
 from elastic_ext.hangs.detector import Assessment, Stuck, WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.workers import worker_env
-from elastic_ext.workers.progress import Progress, ProgressTable
+from elastic_ext.workers.progress import ProgressTable
 
 logger = logging.getLogger(__name__)
 
@@ -54,15 +54,12 @@ class _Watch:
     def _restart_count(self, now: float) -> None:
         self._quiet_from, self._stall = now, None
 
-    def _quiet_s(self, progress: Progress, now: float) -> float:
-        return now - max(progress.sign_ns / 1e9, self._quiet_from)
-
     def _status(self, local_rank: int, now: float) -> WorkerStatus:
         row = self._progress.read(local_rank)
         return replace(
             self._new[local_rank],
             steps=row.steps,
-            quiet_s=self._quiet_s(row, now),
+            quiet_s=now - max(row.sign_ns / 1e9, self._quiet_from),
             reports=row.reports,
             phase=row.phase,
             gaps=row.gaps,
@@ -178,20 +175,15 @@ class HangWatch(_Watch):
         found = {}
         for local_rank, pid in pids.items():
             progress, stats = self._progress.read(local_rank), sample.get(pid, ProcessStats(""))
-            rates = self._rates(local_rank)
+            rates, file = self._rates(local_rank), stacks_files[local_rank]
             condition = detector.condition(stats.state, stats.wchan, rates.cpu_share, rates.waiting_share)
-            stack = stacks.dump(pid, stacks_files[local_rank]) if stacks.can_dump(progress, stats) else ""
-            rank, waits = self._new[local_rank].rank, stacks.is_outstanding(progress, now)
+            stack = stacks.dump(pid, file) if stacks.can_dump(progress, stats) else ""
+            worker = replace(self._status(local_rank, now), state=stats.state)
             found[local_rank] = Stuck(
-                rank,
-                progress.steps,
-                progress.reports,
-                self._quiet_s(progress, now),
-                progress.phase,
-                stats.state,
-                condition if stack else f"{condition}, and cannot show its stacks",
-                stack,
-                collective_in(stacks_files[local_rank], rank) if waits else None,
+                **vars(worker),
+                condition=condition if stack else f"{condition}, and cannot show its stacks",
+                stack=stack,
+                collective=collective_in(file, worker.rank) if stacks.is_outstanding(progress, now) else None,
             )
         return found
 

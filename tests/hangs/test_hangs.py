@@ -198,7 +198,7 @@ OWN = 'Current thread 0x00007e (most recent call first):\n  File "train.py", lin
 
 
 def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) -> Stuck:
-    return Stuck(rank, steps, 0, 70.0, "", state, "asleep", stack)
+    return Stuck(rank, steps, 70.0, state=state, condition="asleep", stack=stack)
 
 
 def test_a_lock_that_a_killed_build_may_have_left_is_named():

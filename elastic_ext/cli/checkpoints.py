@@ -13,14 +13,11 @@ from dataclasses import asdict
 
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.choice.ordering import Choice
+from elastic_ext.checkpoints.choice import listing, ordering
 from elastic_ext.checkpoints.directory import marks, pruning, transfer
-from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
-from elastic_ext.checkpoints.formats.manifest import ManifestError
+from elastic_ext.checkpoints.formats import detect, manifest
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.cli import Commands, print_error, print_line, requests
-from elastic_ext.cli.job_source import add_job, job_client, seconds
+from elastic_ext.cli import Commands, job_source, print_error, print_line, requests
 
 EX_DAMAGED = 1  # `verify` or `cp` found damage
 SAVE_TIMEOUT_S = 600.0
@@ -83,9 +80,9 @@ def _add_save(actions: Commands) -> None:
         "Ask a job for a checkpoint, wait until it is complete, and print its step. The exit code "
         "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
     )
-    add_job(save)
+    job_source.add_job(save)
     save.add_argument(
-        "--timeout", type=seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds to wait; default: %(default)g"
+        "--timeout", type=job_source.seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds to wait; default: %(default)g"
     )
     save.set_defaults(run=_save)
 
@@ -140,7 +137,7 @@ def _ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resumes_from(choice: Choice, storage: Storage, pattern: str) -> str:
+def _resumes_from(choice: ordering.Choice, storage: Storage, pattern: str) -> str:
     if choice.resume is not None:
         return f"* a job would resume from this one: {shown(choice.resume.reason)}"
     if choice.all_bad:
@@ -182,13 +179,14 @@ def _verify(args: argparse.Namespace) -> int:
     damaged = 0
     for row in chosen:
         with ProgressBar(row.name) as bar:
-            found = verify(storage, row.entry, Mode.SAMPLED if args.sampled else Mode.FULL, args.threads or None, bar.bytes)
+            mode = detect.Mode.SAMPLED if args.sampled else detect.Mode.FULL
+            found = detect.verify(storage, row.entry, mode, args.threads or None, bar.bytes)
         damaged += not found.sound or not row.complete
         _show(row, found, args.json)
     return EX_DAMAGED if damaged else 0
 
 
-def _show(row: listing.ListedCheckpoint, found: Verification, as_json: bool) -> None:
+def _show(row: listing.ListedCheckpoint, found: detect.Verification, as_json: bool) -> None:
     if as_json:
         sound = found.sound and row.complete
         record = {key: value for key, value in asdict(found).items() if key != "unreadable"}  # a fault says it
@@ -266,7 +264,7 @@ def _cp(args: argparse.Namespace) -> int:
         try:
             with ProgressBar(row.name) as bar:
                 sent = transfer.copy(source, target, row.entry, bar.bytes)
-        except (transfer.CopyError, ManifestError) as error:
+        except (transfer.CopyError, manifest.ManifestError) as error:
             print_line(f"{row.name}: DAMAGED {error}")
             return EX_DAMAGED
         print_line(f"{target.path(row.name)}: {format_size(sent)} sent")
@@ -274,7 +272,7 @@ def _cp(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
+    with job_source.job_client(args.rdzv_endpoint, args.rdzv_id) as client:
         done = requests.save(client, args.rdzv_id, args.timeout)
     if done.step is None:
         print_error(f"no save: {done.reason}")

@@ -9,8 +9,7 @@ from typing import Any
 
 from elastic_ext.base import files
 from elastic_ext.base.errors import EX_CONFIG, UsageError
-from elastic_ext.cli import Commands, print_error
-from elastic_ext.cli.job_source import ENDPOINT, job_client
+from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.failures import case, user_rules
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.policy import EXIT_CODES, decide
@@ -25,7 +24,7 @@ def add_command(commands: Commands) -> None:
         "could not be read."
     )
     explain.add_argument("files", nargs="*", metavar="FILE", help="evidence: one JSON object, or one per line of a .jsonl file")
-    explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help=f"instead of files, {ENDPOINT}")
+    explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help=f"instead of files, {job_source.ENDPOINT}")
     explain.add_argument("--rdzv-id", metavar="ID", help="run id of the job; prints its failures, the decisions and the reasons")
     explain.add_argument("--rules", metavar="FILE", help="TOML file with your own rules, like the setting `rules`")
     explain.add_argument("--exit-codes", choices=sorted(EXIT_CODES), default="design", help="which set of exit codes to print")
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 def _explain_job(endpoint: str, run_id: str) -> int:
     from elastic_ext.rendezvous import job_status
 
-    with job_client(endpoint, run_id) as client:
+    with job_source.job_client(endpoint, run_id) as client:
         found = job_status.read(client, run_id)
     print("\n".join(job_status.lines(found)), flush=True)
     for fault in found.faults:

@@ -21,13 +21,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from glob import glob
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.storage import open_storage
@@ -257,7 +255,7 @@ def _missing(workers: int) -> list[tuple[str, str]]:
 def _device_files() -> int:
     """Return how many devices of NVIDIA this process is given. A scheduler may let it see others, but not open them."""
     count = 0
-    for path in glob("/dev/nvidia[0-9]*"):
+    for path in Path("/dev").glob("nvidia[0-9]*"):
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except PermissionError:
@@ -441,7 +439,7 @@ def _pair_figures(party: _Party, members: Sequence[int], key: str, device: str, 
 def _measured(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Return the latency in microseconds, and the bandwidth of the largest all_reduce in GB/s."""
 
-    def reduce(tensor: Tensor) -> None:
+    def reduce(tensor: torch.Tensor) -> None:
         group.allreduce([tensor]).wait()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

@@ -18,18 +18,12 @@ from elastic_ext.base.printable import counted
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
-from elastic_ext.etcd import EtcdClient, Event, Snapshot
-from elastic_ext.etcd.errors import AuthError, ConfigError, EtcdError, Unavailable, UnsupportedVersion
-from elastic_ext.etcd.values import Delete, Deleted, Put, unchanged
+from elastic_ext.etcd import EtcdClient, Event, Snapshot, errors, values
 from elastic_ext.failures.ledger import encode_ledger, given_back
-from elastic_ext.rendezvous import drains
-from elastic_ext.rendezvous.connect import Unreachable
-from elastic_ext.rendezvous.header_record import swap, with_save
-from elastic_ext.rendezvous.job_records import nodes_in
+from elastic_ext.rendezvous import connect, drains, header_record, job_records, tasks
 from elastic_ext.rendezvous.job_status import NoSuchJob, RunningJob
 from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
-from elastic_ext.rendezvous.tasks import LostRace
 
 TIMEOUT_S = 600.0
 MAX_REASON = 200  # characters: every node of the job reads it
@@ -74,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             if args.undo:
                 print_line(undo(client, args.rdzv_id, args.node))
                 return 0
-        except Unreachable as error:
+        except connect.Unreachable as error:
             print_error(str(error))
             return EX_UNAVAILABLE
         refused_s = settings.read({}, os.environ).refuse_node
@@ -161,11 +155,11 @@ def drain(
         return _await_drain(job, asked, timeout_s, mine=admission.answer is drains.Answer.ADMITTED)
     except NoSuchJob as error:
         return DrainOutcome(Ending.NO_JOB, str(error))
-    except LostRace as error:
+    except tasks.LostRace as error:
         return DrainOutcome(Ending.LATE, str(error))
-    except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
+    except (errors.AuthError, errors.ConfigError, errors.UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
-    except EtcdError as error:
+    except errors.EtcdError as error:
         return DrainOutcome(Ending.NO_JOB, f"{error}; it is unknown whether the node leaves: ask `elastic-ext status`")
 
 
@@ -176,9 +170,10 @@ def undo(client: EtcdClient, run_id: str, name: str) -> str:
     """
     try:
         return _Job(client, run_id).undo(name)
-    except Unavailable as error:
-        raise Unreachable(f"the job {run_id}: {error}; ask `elastic-ext status` whether the drain is withdrawn") from error
-    except (EtcdError, RecordError) as error:
+    except errors.Unavailable as error:
+        ask = "ask `elastic-ext status` whether the drain is withdrawn"
+        raise connect.Unreachable(f"the job {run_id}: {error}; {ask}") from error
+    except (errors.EtcdError, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
 
 
@@ -221,13 +216,13 @@ class _Job(RunningJob):
             if after is seen.header:
                 leaving = drains.released(after).intersection(drains.nodes_on(host, seen.nodes))
                 return self._lift(host) + ("; it still leaves now" if leaving else "")
-            if self.write(seen, after, Delete(self.keys.refusal(host))):  # another agent of the host may have left already
+            if self.write(seen, after, values.Delete(self.keys.refusal(host))):  # another agent of the host may have left already
                 return f"{host} stays in the job" + ("; nodes of it that have left may come back" if host in seen.refused else "")
 
     def _lift(self, host: str) -> str:
         forgiven = "; its failures so far no longer count against it (bad-node)" if self._give_back(host) else ""
-        deleted = self.client.txn([], [Delete(self.keys.refusal(checked(host)))]).responses[0]
-        if isinstance(deleted, Deleted) and deleted.deleted:
+        deleted = self.client.txn([], [values.Delete(self.keys.refusal(checked(host)))]).responses[0]
+        if isinstance(deleted, values.Deleted) and deleted.deleted:
             return f"{host} may come back{forgiven}"
         return f"{host} was neither to leave nor refused{forgiven or ': nothing to undo'}"
 
@@ -237,8 +232,9 @@ class _Job(RunningJob):
             after = given_back(before, host)
             if after == before:
                 return False
-            put = Put(self.keys.ledger, encode_ledger(after), lease_id=found.lease_id)
-            if self.client.txn([unchanged(self.keys.ledger, found.mod_revision)], [put]).succeeded:  # else: a verdict meanwhile
+            put = values.Put(self.keys.ledger, encode_ledger(after), lease_id=found.lease_id)
+            over = values.unchanged(self.keys.ledger, found.mod_revision)
+            if self.client.txn([over], [put]).succeeded:  # else: a verdict meanwhile
                 return True
         return False
 
@@ -252,7 +248,7 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
             while (left_s := deadline - time.monotonic()) > 0:
                 try:
                     item = watch.get(left_s)
-                except Unavailable:  # the job goes on meanwhile, and so does the drain
+                except errors.Unavailable:  # the job goes on meanwhile, and so does the drain
                     continue
                 if item is None:
                     continue
@@ -268,7 +264,7 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
                 return DrainOutcome(Ending.LATE, _late(asked, seen, timeout_s))
             try:
                 withdrawn = job.withdraw(asked.host)
-            except EtcdError as error:
+            except errors.EtcdError as error:
                 return DrainOutcome(Ending.LATE, f"{none_saved}, but the drain of {asked.host} goes on: {error}")
             if withdrawn:
                 return DrainOutcome(Ending.LATE, f"{none_saved}: {asked.host} stays in the job; --now does not wait")
@@ -294,7 +290,7 @@ def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, event: Event) -> Seen:
         return replace(seen, header=header, done=done or seen.done)
     if kv.key.startswith(keys.nodes.encode()):
         id_ = kv.key[len(keys.nodes.encode()) :].decode(errors="replace")
-        known = event.kind == "put" and bool(nodes_in([kv], keys, job.reader))
+        known = event.kind == "put" and bool(job_records.nodes_in([kv], keys, job.reader))
         return replace(seen, nodes=seen.nodes | {id_} if known else seen.nodes - {id_})
     return seen
 
@@ -335,9 +331,9 @@ def save(client: EtcdClient, run_id: str, timeout_s: float) -> SaveOutcome:
     try:
         requested = _ask_save(client, keys, deadline)
         return requested if isinstance(requested, SaveOutcome) else _await_save(client, keys, requested, deadline)
-    except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
+    except (errors.AuthError, errors.ConfigError, errors.UnsupportedVersion, RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
-    except EtcdError as error:
+    except errors.EtcdError as error:
         return SaveOutcome(None, str(error))
 
 
@@ -350,9 +346,9 @@ def _ask_save(client: EtcdClient, keys: JobKeys, deadline: float) -> Header | Sa
             return SaveOutcome(None, "the job is not running: it has no round yet")
         if header.state is not State.RUNNING:
             return SaveOutcome(None, f"the job is not running, it is {header.state.value}: {header.reason}")
-        requested = with_save(header)
+        requested = header_record.with_save(header)
         timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
-        if swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
+        if header_record.swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
             return requested
     return SaveOutcome(None, "the job's header kept changing, so no save was requested; try again")
 
@@ -372,7 +368,7 @@ def _await_save(client: EtcdClient, keys: JobKeys, requested: Header, deadline: 
                     # An unreadable header changes nothing: the job's leader writes the previous one again.
                     header = (reader.header(kv) or header or requested) if event.kind == "put" else None
                 elif kv.key.startswith(keys.nodes.encode()) and event.kind == "put":
-                    nodes = nodes_in([kv], keys, reader)
+                    nodes = job_records.nodes_in([kv], keys, reader)
                 now = requested if isinstance(item, Snapshot) else header
                 if (over := save_outcome(requested, now, nodes.values())) is not None:
                     return over

@@ -12,8 +12,7 @@ from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.files import read_text, write_whole_bytes
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, job_source, print_error, print_line
-from elastic_ext.timeline import builder, events
-from elastic_ext.timeline.model import Timeline
+from elastic_ext.timeline import builder, events, model
 
 MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
 STDIN = "-"
@@ -71,7 +70,7 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"timeline: --output {args.output}: expected a name that ends with {', '.join(KINDS)}")
 
 
-def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[str]]:
+def _of_files(files: Sequence[str], run_id: str) -> tuple[model.Timeline, list[str]]:
     """Return the timeline of the events in the files, and the lines that are not events. Raises UsageError."""
     found: list[events.TimelineEvent] = []
     faults: list[str] = []
@@ -106,7 +105,7 @@ def _stdin() -> str:
     return data.decode("utf-8")
 
 
-def _drawing(output: str) -> Callable[[Timeline], bytes]:
+def _drawing(output: str) -> Callable[[model.Timeline], bytes]:
     """Return what draws for this file. Raises UsageError: matplotlib is missing, which is said before a long file is read."""
     try:
         import matplotlib  # noqa: F401 - nothing else needs it

@@ -18,7 +18,6 @@ from elastic_ext.base import records
 from elastic_ext.base.collectives import Collective
 from elastic_ext.hangs import detector, process_stats, stacks, unanswered
 from elastic_ext.hangs.detector import Assessment, Stuck, WorkerStatus
-from elastic_ext.hangs.process_stats import ProcessStats, Rates
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import ProgressTable
 
@@ -174,7 +173,7 @@ class HangWatch(_Watch):
         now, sample = time.monotonic(), process_stats.read(pids.values())
         found = {}
         for local_rank, pid in pids.items():
-            progress, stats = self._progress.read(local_rank), sample.get(pid, ProcessStats(""))
+            progress, stats = self._progress.read(local_rank), sample.get(pid, process_stats.ProcessStats(""))
             rates, file = self._rates(local_rank), stacks_files[local_rank]
             condition = detector.condition(stats.state, stats.wchan, rates.cpu_share, rates.waiting_share)
             stack = stacks.dump(pid, file) if stacks.can_dump(progress, stats) else ""
@@ -187,9 +186,9 @@ class HangWatch(_Watch):
             )
         return found
 
-    def _rates(self, local_rank: int) -> Rates:
-        rates = self._stall.rates(local_rank) if self._stall is not None else Rates()
-        return self._call_checks.rates(local_rank) if rates == Rates() and self._call_checks is not None else rates
+    def _rates(self, local_rank: int) -> process_stats.Rates:
+        rates = self._stall.rates(local_rank) if self._stall is not None else process_stats.Rates()
+        return self._call_checks.rates(local_rank) if rates == process_stats.Rates() and self._call_checks is not None else rates
 
 
 def collective_in(stacks_file: str, rank: int) -> Collective | None:
@@ -211,7 +210,7 @@ class Sample:
     """The stats of all workers at one moment (monotonic seconds), by local rank; None for one that cannot be read."""
 
     at: float
-    stats: Mapping[int, ProcessStats | None]
+    stats: Mapping[int, process_stats.ProcessStats | None]
 
 
 class Stall:
@@ -234,7 +233,7 @@ class Stall:
         sample = process_stats.read(pids.values())
         self.record({local_rank: sample.get(pid) for local_rank, pid in pids.items()}, now)
 
-    def record(self, stats: Mapping[int, ProcessStats | None], now: float) -> None:
+    def record(self, stats: Mapping[int, process_stats.ProcessStats | None], now: float) -> None:
         """Record what each worker has done over the window that ends now. stats: see Sample."""
         self._samples.append(Sample(now, stats))
         while len(self._samples) > 2 and now - self._samples[1].at >= self._window_s:
@@ -248,13 +247,14 @@ class Stall:
             if each is not None and each.asleep_in_kernel:
                 self._slept[local_rank] = now
 
-    def rates(self, local_rank: int, since: int = 0) -> Rates:
+    def rates(self, local_rank: int, since: int = 0) -> process_stats.Rates:
         """Return this worker's rates from sample number `since`, by default of a window ago, to the last one."""
-        if len(self._samples) < 2:
-            return Rates()
-        first, last = self._samples[since], self._samples[-1]
-        before, now = first.stats.get(local_rank), last.stats.get(local_rank)
-        return process_stats.rates(before, now, last.at - first.at) if before and now and last.at > first.at else Rates()
+        if len(self._samples) > 1:
+            first, last = self._samples[since], self._samples[-1]
+            before, now = first.stats.get(local_rank), last.stats.get(local_rank)
+            if before and now and last.at > first.at:
+                return process_stats.rates(before, now, last.at - first.at)
+        return process_stats.Rates()
 
     def uncounted(self) -> list[int]:
         """Return the local ranks whose bytes the kernel does not report."""

@@ -22,11 +22,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import TypeVar
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.files import read_text
@@ -59,7 +58,6 @@ FILE_KEYS = ("cert_file", "key_file", CLIENT_CA)
 TLS_KEYS = (*FILE_KEYS, "client_auth_type", "min_version", "max_version")
 _HASH = re.compile(r"\$2[aby]\$(?P<cost>\d\d)\$[./A-Za-z0-9]{53}")
 
-_Value = TypeVar("_Value")
 _Stamps = tuple[tuple[int, int, int] | None, ...]
 
 
@@ -247,21 +245,21 @@ def _files(section: Mapping[str, object], folder: str) -> tuple[str, ...]:
 
 
 def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLContext:
-    def choice(key: str, default: str, values: Mapping[str, _Value]) -> _Value:
+    def choice(key: str, default: str, values: Iterable[str]) -> str:
         value = section.get(key, default)
         if not isinstance(value, str) or value not in values:
             raise ValueError(f"tls_server_config.{key} is {value!r}, expected one of {', '.join(values)}")
-        return values[value]
+        return value
 
     certificate, key, *authorities = files
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    client_auth = choice("client_auth_type", "NoClientCert", CLIENT_AUTH)
+    client_auth = CLIENT_AUTH[choice("client_auth_type", "NoClientCert", CLIENT_AUTH)]
     if bool(authorities) == (client_auth is ssl.CERT_NONE):
         wrong = "client_ca_file without client_auth_type" if authorities else "client_auth_type without client_ca_file"
         raise ValueError(
             f"tls_server_config has {wrong}: expected both (client_auth_type: RequireAndVerifyClientCert), or neither"
         )
-    lowest, highest = choice("min_version", "TLS12", VERSIONS), choice("max_version", "TLS13", VERSIONS)
+    lowest, highest = VERSIONS[choice("min_version", "TLS12", VERSIONS)], VERSIONS[choice("max_version", "TLS13", VERSIONS)]
     if lowest > highest:
         raise ValueError("tls_server_config: min_version is above max_version")
     made.minimum_version, made.maximum_version = lowest, highest

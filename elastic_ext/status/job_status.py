@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from elastic_ext.base import goodput, records
-from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.printable import counted, cut, shown
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Seconds, Within
 from elastic_ext.failures.ledger import JobVerdict
@@ -22,7 +21,6 @@ from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.families import RUNNING
 
 REPORT_SCHEMA = 1
 MAX_ROUNDS = 50  # the newest are reported
@@ -115,10 +113,10 @@ class RoundHistory:
         """Note what the agent does from `now` on. state: one of families.STATES."""
         last = self._rounds[-1] if self._rounds else None
         runs = last is not None and last.ended_s is None
-        if last is not None and runs and (state != RUNNING or round_ != last.round):
+        if last is not None and runs and (state != families.RUNNING or round_ != last.round):
             self._rounds[-1] = replace(last, ended_s=now)
             runs = False
-        if state == RUNNING and not runs:
+        if state == families.RUNNING and not runs:
             self._rounds.append(RoundSpan(round_, now))
 
     def explain(self, round_: int, why: str) -> None:
@@ -229,7 +227,7 @@ class GoodputPoint:
     """The goodput of the job at an earlier moment, as far as the node that shows this knew it. age_s: of the moment."""
 
     age_s: float
-    goodput: tuple[StateSeconds, ...]
+    goodput: tuple[goodput.StateSeconds, ...]
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,7 @@ class Document:
     failures: tuple[Failure, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
     refused: tuple[Refusal, ...] = ()
-    goodput: tuple[StateSeconds, ...] = ()  # of all hosts together, over all rounds and agents of the job
+    goodput: tuple[goodput.StateSeconds, ...] = ()  # of all hosts together, over all rounds and agents of the job
     goodput_points: tuple[GoodputPoint, ...] = ()  # earlier values of it, since the agent that shows this started
     unknown: tuple[Unknown, ...] = ()
     shown_by: str = ""  # id of that agent's node; "" for a command
@@ -332,7 +330,7 @@ def _behind(reports: Mapping[str, tuple[NodeReport, float | None]], own: str) ->
     that they have run for less time has said so earlier.
     """
     last = max((report.round for report, _ in reports.values()), default=0)
-    runs = {id_: each for id_, each in reports.items() if (each[0].round, each[0].state) == (last, RUNNING)}
+    runs = {id_: each for id_, each in reports.items() if (each[0].round, each[0].state) == (last, families.RUNNING)}
     ran_s = {id_: report.state_s + (seen_s or 0.0) for id_, (report, seen_s) in runs.items()}
     newest = ran_s.get(own, max(ran_s.values(), default=0.0))
     return {id_: max(0.0, newest - seconds) for id_, seconds in ran_s.items()}
@@ -384,7 +382,7 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
     if state is State.BROKEN or (state is State.RUNNING and not nodes):
         return "recovering"
     busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
-    if state is State.RUNNING and busy and RUNNING not in busy:
+    if state is State.RUNNING and busy and families.RUNNING not in busy:
         if busy == {families.ENDED}:
             return "ended"
         return "recovering" if status.header.round > 1 else "starting"
@@ -458,7 +456,7 @@ def _failure(verdict: JobVerdict) -> Failure:
 
 def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Straggler, ...]:
     """Return those that the node of rank 0 has found. Another node may have had that rank before."""
-    found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == RUNNING]
+    found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == families.RUNNING]
     newest = max(found, key=lambda report: report.round, default=None)
     return tuple(replace(each, node=shown(each.node)) for each in newest.stragglers) if newest is not None else ()
 
@@ -467,7 +465,7 @@ def _uncompared(reports: Sequence[NodeReport]) -> list[Unknown]:
     """Return why replicas are not compared, each reason with the nodes that have it."""
     names: dict[str, list[str]] = {}
     for each in sorted(reports, key=lambda report: report.node_rank):
-        if each.uncompared and each.state == RUNNING:
+        if each.uncompared and each.state == families.RUNNING:
             names.setdefault(shown(each.uncompared), []).append(shown(each.name))
     return [
         Unknown("replicas", f"not compared on {of[0]}{f' and {len(of) - 1} more' * (len(of) > 1)}: {why}")

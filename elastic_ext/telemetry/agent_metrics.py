@@ -19,8 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from prometheus_client import ProcessCollector
-from prometheus_client.registry import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import shown

@@ -18,7 +18,6 @@ from functools import partial
 from typing import ClassVar, cast
 
 from prometheus_client import core
-from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
@@ -58,7 +57,7 @@ ZERO: tuple[Labels, ...] = ((),)  # known: the only series, without labels
 class Family:
     """A family. OpenMetrics shows its unit; if that is one of UNITS, the name ends with it."""
 
-    kind: type[Metric]
+    kind: type[core.Metric]
     help: str
     labels: Labels
     known: tuple[Labels, ...]  # label values that are shown as 0 before anything happens
@@ -69,7 +68,7 @@ class Family:
     @classmethod
     def of(
         cls,
-        kind: type[Metric],
+        kind: type[core.Metric],
         help: str,
         *labels: str,
         known: tuple[Labels, ...] = (),
@@ -80,10 +79,10 @@ class Family:
         usually = "one histogram" if bounds else str(max(1, len(known)))
         return cls(kind, help, labels, known, most or usually, unit, bounds)
 
-    def new(self, name: str) -> Metric:
+    def new(self, name: str) -> core.Metric:
         if self.kind is core.InfoMetricFamily:
             return core.InfoMetricFamily(name, self.help, labels=self.labels)
-        make: Callable[..., Metric] = self.kind
+        make: Callable[..., core.Metric] = self.kind
         ending = name.rpartition("_")[2]
         return make(name, self.help, labels=self.labels, unit=self.unit or (ending if ending in UNITS else ""))
 
@@ -194,11 +193,11 @@ class FamilyCollector(Collector):
         with self._lock:
             self._histograms[f"elastic_ext_{name}", labels].observe(seconds)
 
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterator[core.Metric]:
         """Yield the families without values; the registry calls this when it registers a collector."""
         return (family.new(name) for name, family in self.table.items())
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
         found = {name: family.new(name) for name, family in self.table.items()}
         for name, labels, value in self.values():

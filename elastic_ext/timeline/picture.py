@@ -11,7 +11,6 @@ import io
 import textwrap
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
@@ -48,10 +47,11 @@ LEVELS, APART = 3, 0.25  # of numbers on the lane of failures
 MOST_LISTED = 40  # interruptions; of more, the first and the last
 COLUMNS = (("", 3), ("when", 11), ("round", 7), ("node", 18), ("rank", 6), ("kind", 13), ("decision", 24), ("reason", 0))
 REASON = 110  # characters
+OURS = {"svg.fonttype": "none", "svg.hashsalt": "elastic_ext", "font.size": 9, "text.parse_math": False}  # of matplotlib's style
 
 
 def png(of: Timeline) -> bytes:
-    with _style():
+    with style.context(["default", OURS]):
         return _saved(_drawn(of, listed=True), "png")
 
 
@@ -81,17 +81,11 @@ def html(of: Timeline) -> str:
 
 def svg_tree(of: Timeline, listed: bool) -> ElementTree.Element:
     """Return the picture as SVG, with titles under the pointer. listed: with the list of interruptions and the notes."""
-    with _style():
+    with style.context(["default", OURS]):
         drawing = _drawn(of, listed)
         root = ElementTree.fromstring(_saved(drawing, "svg"))
     _add_titles(root, drawing.titles)
     return root
-
-
-def _style() -> AbstractContextManager[None]:
-    ours = {"svg.fonttype": "none", "svg.hashsalt": "elastic_ext", "font.size": 9, "text.parse_math": False}
-    context: AbstractContextManager[None] = style.context(["default", ours])
-    return context
 
 
 def _saved(drawing: _Drawing, kind: str) -> bytes:

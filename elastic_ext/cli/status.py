@@ -22,7 +22,7 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.failures import case, classify, policy, user_rules
 from elastic_ext.rendezvous import job_status
-from elastic_ext.status.job_status import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan, encode
+from elastic_ext.status.job_status import ENDED_STATES, SILENT, Document, NodeStatus, encode
 from elastic_ext.telemetry import families
 
 WATCH_S = 2.0  # between two looks
@@ -155,7 +155,9 @@ def job_lines(document: Document, terminal: Terminal) -> Iterator[Line]:
     yield from (((f"straggler: {slow.text}", BUSY),) for slow in document.stragglers)
     explained = {each.round for each in document.failures[-LATEST:]}
     for span in document.rounds[-LATEST:]:
-        yield ((_round(replace(span, why="") if span.round in explained else span), PLAIN),)
+        ended = f", ended {age(span.ended_s)} ago" if span.ended_s is not None else ", runs"
+        why = f": {span.why}" if span.why and span.round not in explained else ""
+        yield ((f"round {span.round}: began {age(span.began_s)} ago{ended}{why}", PLAIN),)
     for failure in document.failures[-LATEST:]:
         code = f", exit code {failure.exit_code}" if failure.exit_code is not None else ""
         where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host
@@ -286,11 +288,6 @@ def _row(node: NodeStatus, here: bool) -> tuple[str, ...]:
         "here" if here else f"{age(node.seen_s)} ago" if node.seen_s is not None else node.told_at,
     )
     return tuple(map(shown, cells))
-
-
-def _round(span: RoundSpan) -> str:
-    ended = f", ended {age(span.ended_s)} ago" if span.ended_s is not None else ", runs"
-    return f"round {span.round}: began {age(span.began_s)} ago{ended}{f': {span.why}' if span.why else ''}"
 
 
 def age(seconds: float | None) -> str:

@@ -127,21 +127,19 @@ class EventFile:
             if sys.__stdout__ is None:
                 raise OSError("stdout is closed")
             return sys.__stdout__.fileno()
-        if self._descriptor is not None and not self._is_named(self._descriptor):
-            self.close()
+        if self._descriptor is not None:
+            try:
+                named = os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+            except FileNotFoundError:
+                named = False
+            if not named:  # the path leads elsewhere by now
+                self.close()
         if self._descriptor is None:
             # Not blocking, because a pipe may have no reader. In a directory where others may write, a link may be theirs.
             links = 0 if self._path.startswith(("/dev/", "/proc/")) else os.O_NOFOLLOW
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | links
             self._descriptor = os.open(self._path, flags, 0o666)
         return self._descriptor
-
-    def _is_named(self, descriptor: int) -> bool:
-        """Return whether the path still leads to what is open."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
-        except FileNotFoundError:
-            return False
 
 
 class Events:

@@ -89,11 +89,13 @@ def rates(before: ProcessStats, now: ProcessStats, took_s: float) -> Rates:
 
 
 def _moved(before: ProcessStats, now: ProcessStats) -> int | None:
+    """Return the bytes moved by files, and by the sockets that are open now."""
     if before.io_bytes is None or now.io_bytes is None or now.io_bytes < before.io_bytes:
         return None
     if before.sockets is None or now.sockets is None:
         return None
-    return now.io_bytes - before.io_bytes + bytes_moved(before.sockets, now.sockets)
+    by_sockets = (max(0, total - before.sockets.get(inode, 0)) for inode, total in now.sockets.items())
+    return now.io_bytes - before.io_bytes + sum(by_sockets)
 
 
 def read(pids: Iterable[int]) -> dict[int, ProcessStats]:
@@ -426,11 +428,6 @@ def inodes_of(pid: int) -> set[int]:
             kind, _, inode = os.readlink(f"/proc/{pid}/fd/{descriptor}").partition(":")  # socket:[INODE]
             found |= {int(inode[1:-1])} if kind == "socket" else set()
     return found
-
-
-def bytes_moved(before: Mapping[int, int], now: Mapping[int, int]) -> int:
-    """Return the bytes moved between two checks by the sockets that are open now."""
-    return sum(max(0, total - before.get(inode, 0)) for inode, total in now.items())
 
 
 def connections(inodes: Mapping[int, Collection[int]]) -> dict[int, list[TcpConnection]] | None:

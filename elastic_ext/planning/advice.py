@@ -368,7 +368,9 @@ def advise(job: PlannedJob, target: float | None = None) -> Advice:
     classes = classes_of(job, saves, settings)
     out = out_for_repair(classes, job.rate_s, Supply(None, job.repair_s))
     without_limit = expect(classes, job.rate_s, job.nodes, saves.stalled)
-    spares = job.spares if job.spares is not None else _spares(out, target, without_limit.productive)
+    most = without_limit.productive
+    share = WAITING_SHARE if target is None or target >= most else 1 - target / most
+    spares = job.spares if job.spares is not None else spares_for(out, share)
     expected = expect(classes, job.rate_s, job.nodes, saves.stalled, Supply(spares, job.repair_s))
     hang_s = hang_limit_s(job.step_s, job.ranks)
     return Advice(
@@ -381,11 +383,6 @@ def advise(job: PlannedJob, target: float | None = None) -> Advice:
         _control_plane(job, settings),
         tuple(_notes(job, expected, without_limit, target, hang_s)),
     )
-
-
-def _spares(out: float, target: float | None, most: float) -> int:
-    share = WAITING_SHARE if target is None or target >= most else 1 - target / most
-    return spares_for(out, share)
 
 
 def _settings(job: PlannedJob, spares: int, saves: Saves, out: float) -> dict[str, tuple[str, str]]:

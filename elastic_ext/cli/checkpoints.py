@@ -203,10 +203,7 @@ def _show(row: listing.ListedCheckpoint, found: detect.Verification, as_json: bo
 
 
 def _pin(args: argparse.Namespace) -> int:
-    storage = open_storage(args.directory)
-    for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
-        marks.pin(storage, row.name, args.reason, getpass.getuser())
-    return 0
+    return _mark(args, marks.pin, args.reason)
 
 
 def _unpin(args: argparse.Namespace) -> int:
@@ -216,9 +213,13 @@ def _unpin(args: argparse.Namespace) -> int:
 def _quarantine(args: argparse.Namespace) -> int:
     if args.lift:
         return _remove_marks(args, marks.lift_quarantine, "quarantined")
+    return _mark(args, marks.quarantine, args.reason or "by hand")
+
+
+def _mark(args: argparse.Namespace, mark: Callable[[Storage, str, str, str], object], reason: str) -> int:
     storage = open_storage(args.directory)
     for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
-        marks.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
+        mark(storage, row.name, reason, getpass.getuser())
     return 0
 
 

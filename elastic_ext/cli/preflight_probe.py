@@ -69,8 +69,9 @@ class _Probe:
         self._report("doing", "looking for devices")
         found, missing = _devices(), _missing(self._task["workers"])
         party = self._meet() if self._task["together"] else None
-        name, first, count = (party.name, party.local, len(party.mates)) if party else (socket.gethostname(), 0, 1)
-        self._measure_devices(name, found[first::count])
+        mates = party.ranks(party.node) if party else [0]  # those on this node
+        name, first = (party.names[party.node], mates.index(party.rank)) if party else (socket.gethostname(), 0)
+        self._measure_devices(name, found[first :: len(mates)])
         if first == 0:
             self._figures += [Figure(preflight.DEVICES, (name,), "", "", None, *why) for why in missing]
             self._measure_directories(name)
@@ -178,18 +179,6 @@ class _Party:
     @property
     def node(self) -> int:
         return self.nodes.index(self.keys[self.rank])
-
-    @property
-    def name(self) -> str:
-        return self.names[self.node]
-
-    @property
-    def mates(self) -> list[int]:
-        return self.ranks(self.node)
-
-    @property
-    def local(self) -> int:
-        return self.mates.index(self.rank)
 
     def ranks(self, node: int) -> list[int]:
         return [rank for rank, key in enumerate(self.keys) if key == self.nodes[node]]

@@ -78,7 +78,8 @@ class Gate:
         self.tls = self.config.context is not None  # whether connections are encrypted; this does not change
         self._retry_at = 0.0  # time.monotonic()
         self._problem = ""  # the last one shown
-        self._verified = Verified()
+        # The passwords that were right, as keyed digests; one per user.
+        self._key, self._right = secrets.token_bytes(32), dict[str, bytes]()
         # readable when there are new `verdicts`; the server forgets clients there who are gone, and closes it
         self.checks = Checks(lambda password, hashed: library("bcrypt", "bcrypt", path).checkpw(password, hashed))
 
@@ -99,7 +100,8 @@ class Gate:
             return Verdict.REFUSED
         user, password = login
         hashed = users.get(user)
-        if hashed is not None and self._verified.knows(user, hashed, password):
+        known = self._right.get(user, b"")
+        if hashed is not None and hmac.compare_digest(known, self._digest(hashed, password)):  # always takes the same time
             return Verdict.ALLOWED
         try:
             stand_in = next(iter(users.values()))
@@ -113,8 +115,11 @@ class Gate:
         """Yield each client whose password has been checked since the last call, or will not be."""
         for login, right in self.checks.results():
             if right:
-                self._verified.add(login.user, login.hashed, login.password)
+                self._right[login.user] = self._digest(login.hashed, login.password)
             yield login.client, {True: Verdict.ALLOWED, False: Verdict.REFUSED, None: Verdict.LATER}[right]
+
+    def _digest(self, hashed: bytes, password: bytes) -> bytes:
+        return hmac.digest(self._key, hashed + password, "sha256")  # all hashes have one length
 
     def _refresh(self) -> None:
         """Read the files again if one has changed. While they are wrong, what was read before stays in force."""
@@ -335,23 +340,6 @@ def superfluous(waiting: Sequence[Login], wrong: Mapping[str, int]) -> Login | N
         return wrong.get(address, 0) + sum(login.address == address for login in waiting), at
 
     return waiting[max(range(len(waiting)), key=blame)]
-
-
-class Verified:
-    """The passwords that were right, as keyed digests; one per user. Comparing always takes the same time."""
-
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes(32)
-        self._digests: dict[str, bytes] = {}
-
-    def add(self, user: str, hashed: bytes, password: bytes) -> None:
-        self._digests[user] = self._digest(hashed, password)
-
-    def knows(self, user: str, hashed: bytes, password: bytes) -> bool:
-        return hmac.compare_digest(self._digests.get(user, b""), self._digest(hashed, password))
-
-    def _digest(self, hashed: bytes, password: bytes) -> bytes:
-        return hmac.digest(self._key, hashed + password, "sha256")  # all hashes have one length
 
 
 class Checks:

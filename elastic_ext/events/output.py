@@ -223,10 +223,8 @@ def exporters(environ: Mapping[str, str]) -> tuple[str, ...]:
     if not any(environ.get(name) for name in ASKED_BY) or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ()
     name = environ.get(EXPORTER) or "otlp"
-    if name == "none":
-        return ()
     if name != "otlp":
-        return (name,)
+        return () if name == "none" else (name,)
     protocol = next((environ[each] for each in _PROTOCOLS if environ.get(each)), "")
     return (_OTLP[protocol],) if protocol in _OTLP else tuple(_OTLP.values())
 

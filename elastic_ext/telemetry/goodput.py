@@ -152,20 +152,14 @@ class TimeLedger:
     def _counted(self, workers: Sequence[Progress]) -> goodput.Spent:
         if not workers:
             return self._counts
-        steps = max(each.steps for each in workers)
-        reached = self._resumed_at + steps if self._resumed_at is not None else 0
-        saves = max(each.saves for each in workers)
-        before, counts = self._resumed_at, self._counts
-        positions = list(counts.positions)
-        for each in workers if before is not None else ():
-            if each.saved_step is not None:
-                positions.append(goodput.CheckpointPosition(each.saved_step, (before or 0) + each.saved_after))
-        return replace(
-            counts,
-            saves=counts.saves + saves,
-            reached=max(counts.reached, reached),
-            positions=goodput.newest_positions(positions),
-        )
+        counts, before = self._counts, self._resumed_at
+        saves = counts.saves + max(each.saves for each in workers)
+        if before is None:
+            return replace(counts, saves=saves)
+        reached = max(counts.reached, before + max(each.steps for each in workers))
+        seen = [(each.saved_step, before + each.saved_after) for each in workers if each.saved_step is not None]
+        positions = goodput.newest_positions((*counts.positions, *(goodput.CheckpointPosition(*each) for each in seen)))
+        return replace(counts, saves=saves, reached=reached, positions=positions)
 
     def _add(self, by_state: Mapping[str, float], share: float = 1.0) -> None:
         for state, seconds in by_state.items():

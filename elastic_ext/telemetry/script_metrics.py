@@ -160,10 +160,8 @@ class ScriptMetrics(Collector):
         except OSError:  # removed at the end of the job
             names = []
         for name in names:
-            if name not in self._processes:
-                process = _named(self._directory, name)
-                if process is not None:
-                    self._processes[name] = process
+            if name not in self._processes and (process := _named(self._directory, name)) is not None:
+                self._processes[name] = process
         for name, process in list(self._processes.items()):
             runs = process.runs  # first: what a process has written before its end is then there
             self._read(process)

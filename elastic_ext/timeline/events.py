@@ -90,13 +90,13 @@ def _event(line: str) -> TimelineEvent:
         raise ValueError(f"expected an object, found {type(found).__name__}")
     if found.get("schema") != SCHEMA:
         raise ValueError(f"expected schema {SCHEMA}, found {str(found.get('schema'))[:20]}: another version wrote it")
-    monotonic = found.get("monotonic")
-    if not isinstance(monotonic, (int, float)) or isinstance(monotonic, bool) or not abs(monotonic) < LONGEST_S:
+    monotonic = _number(found.get("monotonic"))
+    if monotonic is None or abs(monotonic) >= LONGEST_S:
         raise ValueError("monotonic is missing, or not a number of seconds")
     return TimelineEvent(
         name=_text(found, "event"),
         at=_unix(_text(found, "time")),
-        monotonic=float(monotonic),
+        monotonic=monotonic,
         run_id=_text(found, "run_id")[:MAX_NAME],
         node=_text(found, "node")[:MAX_NAME],
         pid=_count(found, "pid"),

@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.base import settings
+from elastic_ext.base import records, settings
 from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted
-from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, print_error, print_line
 from elastic_ext.cli.job_source import add_job, job_client, seconds
 from elastic_ext.etcd import EtcdClient, Event, Snapshot, errors, values
 from elastic_ext.failures.ledger import encode_ledger, given_back
-from elastic_ext.rendezvous import connect, drains, header_record, job_records, tasks
-from elastic_ext.rendezvous.job_status import NoSuchJob, RunningJob
+from elastic_ext.rendezvous import connect, drains, header_record, job_records, job_status, tasks
 from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
 
@@ -153,11 +151,11 @@ def drain(
             return DrainOutcome(_ENDINGS[admission.answer], admission.reason)
         notify(f"{asked.host} is to leave {'now' if request.now else 'at the next checkpoint'}: {admission.reason}")
         return _await_drain(job, asked, timeout_s, mine=admission.answer is drains.Answer.ADMITTED)
-    except NoSuchJob as error:
+    except job_status.NoSuchJob as error:
         return DrainOutcome(Ending.NO_JOB, str(error))
     except tasks.LostRace as error:
         return DrainOutcome(Ending.LATE, str(error))
-    except (errors.AuthError, errors.ConfigError, errors.UnsupportedVersion, RecordError) as error:
+    except (errors.AuthError, errors.ConfigError, errors.UnsupportedVersion, records.RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except errors.EtcdError as error:
         return DrainOutcome(Ending.NO_JOB, f"{error}; it is unknown whether the node leaves: ask `elastic-ext status`")
@@ -173,14 +171,14 @@ def undo(client: EtcdClient, run_id: str, name: str) -> str:
     except errors.Unavailable as error:
         ask = "ask `elastic-ext status` whether the drain is withdrawn"
         raise connect.Unreachable(f"the job {run_id}: {error}; {ask}") from error
-    except (errors.EtcdError, RecordError) as error:
+    except (errors.EtcdError, records.RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
 
 
 _ENDINGS = {drains.Answer.LEFT: Ending.DRAINED, drains.Answer.TOO_FEW: Ending.TOO_FEW}
 
 
-class _Job(RunningJob):
+class _Job(job_status.RunningJob):
     """The records of a job, as drains change them. All methods raise EtcdError and RecordError."""
 
     def ask(self, request: drains.DrainRequest, timeout_s: float) -> tuple[drains.Admission, DrainAsked | None]:
@@ -210,7 +208,7 @@ class _Job(RunningJob):
         while True:
             try:
                 seen = self.read()
-            except NoSuchJob:  # a refusal outlives the job
+            except job_status.NoSuchJob:  # a refusal outlives the job
                 return self._lift(host)
             after = drains.withdrawn(seen.header, host)
             if after is seen.header:
@@ -331,7 +329,7 @@ def save(client: EtcdClient, run_id: str, timeout_s: float) -> SaveOutcome:
     try:
         requested = _ask_save(client, keys, deadline)
         return requested if isinstance(requested, SaveOutcome) else _await_save(client, keys, requested, deadline)
-    except (errors.AuthError, errors.ConfigError, errors.UnsupportedVersion, RecordError) as error:
+    except (errors.AuthError, errors.ConfigError, errors.UnsupportedVersion, records.RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
     except errors.EtcdError as error:
         return SaveOutcome(None, str(error))

@@ -15,10 +15,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from elastic_ext.base import files
+from elastic_ext.base import files, records
 from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted, shown
-from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.failures import case, classify, policy, user_rules
 from elastic_ext.rendezvous import job_status
@@ -58,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with job_source.reader(args, agent, again=args.watch) as read:
             return _watch(read, args.json) if args.watch else _show(read(), args.json)
-    except (UsageError, RecordError) as error:
+    except (UsageError, records.RecordError) as error:
         print_error(str(error))
         return EX_UNAVAILABLE
     except KeyboardInterrupt:
@@ -75,7 +74,7 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
             document, read_at, fault = read(), time.monotonic(), ""
         except job_status.NoSuchJob as error:
             document = replace(document, job=replace(document.job, state="ended", reason=str(error)), nodes=(), unknown=())
-        except (UsageError, RecordError) as error:
+        except (UsageError, records.RecordError) as error:
             if time.monotonic() - read_at >= LOST_S:
                 raise
             if str(error) != fault:

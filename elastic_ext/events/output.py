@@ -23,8 +23,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from elastic_ext.base.printable import cut, shown
-from elastic_ext.events import event_table
-from elastic_ext.events.event_table import MAX_TEXT, EventTime, PastRecovery, Source, Value
+from elastic_ext.events.event_table import MAX_TEXT, EventTime, PastRecovery, Source, Value, record
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer, TracerProvider
@@ -165,7 +164,7 @@ class Events:
         if self._outbox is None:
             return
         try:
-            self._outbox.put(event_table.record(name, self._source, self._now(), fields))
+            self._outbox.put(record(name, self._source, self._now(), fields))
         except ValueError as error:  # a mistake in this package, which tests find; the job matters more
             logger.error("events: %s; it is not written", error)
 
@@ -182,9 +181,9 @@ class Events:
     def _now(self) -> EventTime:
         return EventTime(time.time(), time.monotonic(), self._round())
 
-    def _write(self, record: dict[str, Value]) -> None:
+    def _write(self, event: dict[str, Value]) -> None:
         self._report_missing()
-        if not self._append(record):
+        if not self._append(event):
             self._lost += 1
 
     def _report_missing(self) -> None:
@@ -193,13 +192,13 @@ class Events:
         if missing == self._reported:
             return
         own: dict[str, Value] = {"count": missing - self._reported}
-        if self._append(event_table.record(DROPPED, self._source, self._now(), own)):
+        if self._append(record(DROPPED, self._source, self._now(), own)):
             self._reported = missing
 
-    def _append(self, record: dict[str, Value]) -> bool:
+    def _append(self, event: dict[str, Value]) -> bool:
         assert self._file is not None
         try:
-            self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+            self._file.write(json.dumps(event, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have, or not a file name
             if not self._failing:
                 logger.warning("events: cannot write to %s: %s; events are dropped until it works", self._path, error)

@@ -20,8 +20,7 @@ import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.hangs import detector
-from elastic_ext.hangs.unanswered import TcpConnection
+from elastic_ext.hangs import detector, unanswered
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _ENDED = ("Z", "X", "x")
@@ -430,7 +429,7 @@ def inodes_of(pid: int) -> set[int]:
     return found
 
 
-def connections(inodes: Mapping[int, Collection[int]]) -> dict[int, list[TcpConnection]] | None:
+def connections(inodes: Mapping[int, Collection[int]]) -> dict[int, list[unanswered.TcpConnection]] | None:
     """Return the TCP connections among the sockets of each worker's family; None: not known. By global rank, as `inodes`."""
     try:
         found = {each.inode: each for message, info in sockets(_ENDS_KNOWN) if (each := _connection(message, info))}
@@ -439,14 +438,14 @@ def connections(inodes: Mapping[int, Collection[int]]) -> dict[int, list[TcpConn
     return {rank: [found[inode] for inode in own if inode in found] for rank, own in inodes.items()}
 
 
-def _connection(message: bytes, info: bytes) -> TcpConnection | None:
+def _connection(message: bytes, info: bytes) -> unanswered.TcpConnection | None:
     family, state, timer, port, local, peer, left_ms, inode = _MESSAGE.unpack_from(message)
     retransmissions, probes, backoff, timeout_us, acked_ms = _INFO.unpack_from(info)
     size = _FAMILY_BYTES.get(family)
     if size is None:
         return None
     waits = timer == _RETRANSMIT and state != _LISTEN
-    return TcpConnection(
+    return unanswered.TcpConnection(
         inode,
         _address(local[:size]),
         _address(peer[:size]),

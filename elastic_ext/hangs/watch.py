@@ -14,16 +14,14 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elastic_ext.base import records
-from elastic_ext.base.collectives import Collective
+from elastic_ext.base import collectives, records
 from elastic_ext.hangs import detector, process_stats, stacks, unanswered
-from elastic_ext.hangs.detector import Assessment, Stuck, WorkerStatus
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import ProgressTable
 
 logger = logging.getLogger(__name__)
 
-NOTHING_FOUND = Assessment(False, (), "not checked yet")
+NOTHING_FOUND = detector.Assessment(False, (), "not checked yet")
 COLLECTIVE_BYTES = 4096
 RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 
@@ -37,7 +35,7 @@ class _Watch:
         ranks: the workers' global ranks, by local rank. fixed_s: the setting hang_timeout. world: number of ranks of the job.
         """
         self._progress, self._fixed_s = progress, fixed_s
-        self._new = {local_rank: WorkerStatus(rank, 0, 0.0, world=world) for local_rank, rank in ranks.items()}
+        self._new = {local_rank: detector.WorkerStatus(rank, 0, 0.0, world=world) for local_rank, rank in ranks.items()}
         self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
         self._next_check = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
@@ -53,7 +51,7 @@ class _Watch:
     def _restart_count(self, now: float) -> None:
         self._quiet_from, self._stall = now, None
 
-    def _status(self, local_rank: int, now: float) -> WorkerStatus:
+    def _status(self, local_rank: int, now: float) -> detector.WorkerStatus:
         row = self._progress.read(local_rank)
         return replace(
             self._new[local_rank],
@@ -97,7 +95,7 @@ class HangWatch(_Watch):
         """Whether they soon will."""
         return self._found.imminent
 
-    def check(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> Assessment | None:
+    def check(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> detector.Assessment | None:
         """Assess the workers, or return None before the next check is due.
 
         pids, stacks_files: those of running workers, and where each writes its stacks, by local rank.
@@ -128,8 +126,8 @@ class HangWatch(_Watch):
         return self._found
 
     def _check_calls(
-        self, workers: list[WorkerStatus], pids: Mapping[int, int], stacks_files: Mapping[int, str], now: float
-    ) -> list[WorkerStatus]:
+        self, workers: list[detector.WorkerStatus], pids: Mapping[int, int], stacks_files: Mapping[int, str], now: float
+    ) -> list[detector.WorkerStatus]:
         """Find out whether the workers stay in their calls, if it is time to; return them with what was found."""
         if not workers or not detector.needs_call_checks(workers, self._fixed_s):
             self._call_checks = None
@@ -151,7 +149,7 @@ class HangWatch(_Watch):
                 self._new[uncounted[0]].rank,
             )
 
-    def _workers(self, pids: Mapping[int, int], now: float) -> list[WorkerStatus]:
+    def _workers(self, pids: Mapping[int, int], now: float) -> list[detector.WorkerStatus]:
         workers = []
         for local_rank in pids:
             worker = self._status(local_rank, now)
@@ -165,7 +163,7 @@ class HangWatch(_Watch):
 
     # Once the whole job hangs.
 
-    def examine(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> dict[int, Stuck]:
+    def examine(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> dict[int, detector.Stuck]:
         """Return where each worker is stuck, by local rank. Asks every worker that can answer for its stacks.
 
         stacks_files: where each worker writes its stacks, by local rank.
@@ -178,7 +176,7 @@ class HangWatch(_Watch):
             condition = detector.condition(stats.state, stats.wchan, rates.cpu_share, rates.waiting_share)
             stack = stacks.dump(pid, file) if stacks.can_dump(progress, stats) else ""
             worker = replace(self._status(local_rank, now), state=stats.state)
-            found[local_rank] = Stuck(
+            found[local_rank] = detector.Stuck(
                 **vars(worker),
                 condition=condition if stack else f"{condition}, and cannot show its stacks",
                 stack=stack,
@@ -191,13 +189,13 @@ class HangWatch(_Watch):
         return self._call_checks.rates(local_rank) if rates == process_stats.Rates() and self._call_checks is not None else rates
 
 
-def collective_in(stacks_file: str, rank: int) -> Collective | None:
+def collective_in(stacks_file: str, rank: int) -> collectives.Collective | None:
     """Return which collective of a worker does not complete; None if it has not said. See `recorder.oldest`."""
     path = worker_env.collective_path(stacks_file)
     try:
         with open(path or "", "rb") as file:
             said = json.loads(file.read(COLLECTIVE_BYTES))
-        return records.build(Collective, {**said, "rank": rank}, path or "") if said else None
+        return records.build(collectives.Collective, {**said, "rank": rank}, path or "") if said else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, records.RecordError) as error:
@@ -261,7 +259,7 @@ class Stall:
         found = self._samples[-1].stats.items() if self._samples else ()
         return [local_rank for local_rank, each in found if each is not None and (each.io_bytes is None or each.sockets is None)]
 
-    def complete(self, worker: WorkerStatus, local_rank: int, limit_s: float) -> WorkerStatus:
+    def complete(self, worker: detector.WorkerStatus, local_rank: int, limit_s: float) -> detector.WorkerStatus:
         """Add what its processes showed at the last check. limit_s: how long it may be quiet if no worker works."""
         last = self._samples[-1] if self._samples else None
         stats = last.stats.get(local_rank) if last is not None else None

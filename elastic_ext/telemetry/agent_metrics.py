@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from elastic_ext.base.kinds import KINDS
-from elastic_ext.base.printable import shown
+from elastic_ext.base import kinds, printable
 from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.accounting import Goodput
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LABEL = 200  # characters; the rest is cut off
-RESTART_KINDS = frozenset({*KINDS, MEMBERSHIP})
+RESTART_KINDS = frozenset({*kinds.KINDS, MEMBERSHIP})
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class AgentMetrics(families.FamilyCollector):
 
     def failed(self, kind: str) -> None:
         self.goodput.decided(kind)
-        self._add("failures", kind if kind in KINDS else families.OTHER)  # the kind may come from another agent
+        self._add("failures", kind if kind in kinds.KINDS else families.OTHER)  # the kind may come from another agent
 
     def budget(self, charged: int, limit: int) -> None:
         """Set the job's budget of restarts as a verdict states it. A negative limit means no limit."""
@@ -255,7 +254,7 @@ class AgentMetrics(families.FamilyCollector):
 
 def _label(value: str) -> str:
     """Make a label printable, since a lone surrogate, e.g. from an undecodable variable, would fail every scrape."""
-    return shown(str(value))[:MAX_LABEL]
+    return printable.shown(str(value))[:MAX_LABEL]
 
 
 def _number(value: object) -> float | None:
@@ -432,7 +431,7 @@ class VerdictMetrics(families.FamilyCollector):
                 return
             self._last = (round_, decision, host)
             known = decision if decision in families.DECISIONS else families.DECISIONS[0]
-            self._add("decisions", known, kind if kind in KINDS else families.OTHER)
+            self._add("decisions", known, kind if kind in kinds.KINDS else families.OTHER)
             self._add("node_strikes", by=int(host == self._host))
             if decision == REPLACE:
                 self._refused[host] = self._now() + self._refuse_s
@@ -454,7 +453,7 @@ class LatenessMetrics(families.FamilyCollector):
         named: host, rank (-1: the whole host), seconds and share of a step of each. largest: share of the latest, named or not;
         None if unknown.
         """
-        found = {(shown(host), str(rank) if rank >= 0 else ""): (late_s, share) for host, rank, late_s, share in named}
+        found = {(printable.shown(host), str(rank) if rank >= 0 else ""): (late_s, share) for host, rank, late_s, share in named}
         with self._lock:
             self._set(lateness_largest_ratio=largest)
             self._values["elastic_ext_straggler_seconds"] = {labels: late_s for labels, (late_s, _) in found.items()}

@@ -7,21 +7,22 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 import types
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from elastic_ext.base import goodput
 from elastic_ext.base.settings import Settings
-from elastic_ext.events import event_table
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
-from elastic_ext.status import status_records
+from elastic_ext.status import job_status
 from elastic_ext.telemetry import families
 from tests.jobs import ROOT
 
 DOCS = ROOT / "elastic_ext" / "docs"
-EVENT_SCHEMA = ROOT / "elastic_ext" / "events" / "events.schema.json"
+EVENT_SCHEMA = json.loads((ROOT / "elastic_ext" / "events" / "events.schema.json").read_text())
+EVENTS = {each["if"]["properties"]["event"]["const"]: each["then"] for each in EVENT_SCHEMA["allOf"]}  # by name
 JOB_SCHEMA = ROOT / "elastic_ext" / "status" / "job.schema.json"
 
 TIERS = ("your own", "stop requested", "hardware", "program output", "exit code or signal alone")
@@ -88,25 +89,30 @@ def goodput_states() -> str:
     return table(("state", "what"), [(f"`{state}`", what) for state, what in goodput.STATES.items()])
 
 
+def field_type(field: dict[str, Any]) -> str:
+    types = [field["type"]] if isinstance(field["type"], str) else field["type"]
+    item = field.get("items") or field.get("additionalProperties")
+    return f"{types[0]} of {item['type']}" if item else " or ".join(types)
+
+
 def events() -> str:
+    version = {"schema": {"type": "integer", "description": "version of this table: 1"}}
+    every = {"description": "Every event.", "properties": EVENT_SCHEMA["properties"] | version}
     rows = []
-    for name, event in {"": event_table.EventType("Every event.", event_table.COMMON), **event_table.EVENTS}.items():
-        rows.append((f"`{name}`" if name else "", "", "", "", event.what))
-        for each in event.fields:
-            rows.append(("", f"`{each.name}`", each.type + (" or null" if each.optional else ""), each.unit, each.meaning))
+    for name, event in {"": every, **EVENTS}.items():
+        rows.append((f"`{name}`" if name else "", "", "", "", event["description"]))
+        for field, of in event["properties"].items():
+            meaning, unit = re.fullmatch(r"(.*?)(?: \((s|steps)\))?", of["description"]).groups("")  # type: ignore[union-attr]
+            rows.append(("", f"`{field}`", field_type(of), unit, meaning))
     return table(("event", "field", "type", "unit", "what"), rows)
-
-
-def event_schema() -> str:
-    return json.dumps(event_table.schema(), indent=1) + "\n"
 
 
 def job_schema() -> str:
     """The JSON Schema of /job.json and `elastic-ext status --json`, by the dataclasses."""
     found: dict[str, Any] = {}
     whole = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "The status of a job, schema 1"}
-    whole |= schema_of(status_records.Document, found)
-    whole["properties"]["schema"] = {"const": status_records.SCHEMA}
+    whole |= schema_of(job_status.Document, found)
+    whole["properties"]["schema"] = {"const": job_status.SCHEMA}
     return json.dumps({**whole, "$defs": found}, indent=1) + "\n"
 
 
@@ -124,7 +130,7 @@ def schema_of(hint: Any, found: dict[str, Any]) -> dict[str, Any]:
     hints = get_type_hints(hint, include_extras=True)
     properties = {name: schema_of(of, found) for name, of in hints.items()}
     made = {"type": "object", "required": list(hints), "properties": properties}
-    if hint is status_records.Document:
+    if hint is job_status.Document:
         return made
     found[hint.__name__] = {"description": inspect.cleandoc(hint.__doc__ or "").split("\n\n")[0], **made}
     return {"$ref": f"#/$defs/{hint.__name__}"}
@@ -154,5 +160,4 @@ if __name__ == "__main__":
     for name, (page, make) in TABLES.items():
         before, _, after = parted(name)
         (DOCS / page).write_text(before + make() + after)
-    EVENT_SCHEMA.write_text(event_schema())
     JOB_SCHEMA.write_text(job_schema())

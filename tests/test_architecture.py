@@ -40,16 +40,10 @@ PURE = (
     *("failures/joint_evidence.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
     *("own_etcd/endpoint.py", "own_etcd/decisions.py"),
     *(f"timeline/{name}.py" for name in ("builder", "events", "model")),
-    *(
-        "telemetry/goodput.py",
-        "status/job_status.py",
-        "events/recovery.py",
-        "status/status_records.py",
-        "status/trainjob.py",
-    ),
+    *("telemetry/goodput.py", "status/job_status.py", "events/event_table.py"),
     *("checkpoints/choice/decisions.py", "checkpoints/memory/pace.py"),
-    *("hangs/detector.py", "hangs/lateness.py", "hangs/unanswered.py", "hangs/waits.py"),
-    *(f"planning/{name}.py" for name in ("advice", "expectation", "times")),
+    *("hangs/detector.py", "hangs/lateness.py", "hangs/unanswered.py"),
+    "planning/advice.py",
 )
 
 

@@ -1,6 +1,6 @@
 """Who restarts the job, and how long each takes: ours with and without copies in memory, stock in two ways, and an ideal one.
 
-Ours: `elastic_ext.planning.times`, the constants of which are our own measurements. Stock: the figures of the same benchmarks.
+Ours: `elastic_ext.planning.advice`, the constants of which are our own measurements. Stock: the figures of the same benchmarks.
 Where stock was not measured at a size it gets the best figure of a smaller one: torchrun's rounds of 256 agents did not come up
 at all, and count here with what 128 took.
 """
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from elastic_ext.hangs.detector import START_FLOOR_S
-from elastic_ext.planning import advice, times
+from elastic_ext.planning import advice
 from elastic_ext.planning.advice import CONNECT, LOAD, ROUND, SETUP, START, VERDICT
 from scale.causes import Shows
 from scale.inputs import FIGURES
@@ -25,7 +25,15 @@ STOCK_ROUND_S = 8.92  # handlers.json, 128 agents, re-join
 STOCK_START_S = 2.54  # restart.json, sigkill, stock: all but the phase of the agent, most of it imports
 STOCK_SAVE_STALL_S_BYTE = 0.191 / 500e6  # checkpoint_stall.json, dcp.async_save
 TIMEOUT_S = FIGURES["collective timeout"].value
+SILENT_S = 7.987  # node_loss.json, link: of a node that no longer answers; lease_ttl is 10 s there
+# (GPUs, seconds) from a failure until a job runs again that the scheduler starts as a whole (arXiv 2602.00277, figure 2).
+COLD_STARTS = ((16_000, 200.0), (22_000, 300.0), (64_000, 600.0), (98_000, 900.0))
 AGES_S = (0.0, *(60.0 * 1.1**number for number in range(110)))  # when the agent is asked how often to copy: up to 22 days
+
+
+def cold_start_s(gpus: int) -> float:
+    """Return how long it takes until a job that is started again as a whole trains."""
+    return advice.along(COLD_STARTS, gpus)
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class Scale:
 
     @property
     def connect_s(self) -> float:
-        return times.connect_s(self.gpus) * (times.CONNECT_SHARE_LAZY if self.lazy else 1.0)
+        return advice.connect_s(self.gpus) * (advice.CONNECT_SHARE_LAZY if self.lazy else 1.0)
 
     @property
     def load_disk_s(self) -> float:
@@ -106,8 +114,8 @@ def detection_s(side: Side, scale: Scale, shows: Shows, starting: bool) -> float
     if side.ideal:
         return 0.0
     if side.judges:
-        hang_s = START_FLOOR_S if starting else times.hang_limit_s(scale.step_s, scale.gpus)
-        found = {Shows.EXIT: times.EXIT_S, Shows.GONE: times.LOST_S, Shows.SILENT: times.SILENT_S, Shows.HANG: hang_s}
+        hang_s = START_FLOOR_S if starting else advice.hang_limit_s(scale.step_s, scale.gpus)
+        found = {Shows.EXIT: advice.EXIT_S, Shows.GONE: advice.LOST_S, Shows.SILENT: SILENT_S, Shows.HANG: hang_s}
         return found[shows] * scale.detect
     silent_s = TIMEOUT_S if side.whole else STOCK_LOST_S
     ends_s = STOCK_ENDS_S if side.whole else STOCK_EXIT_S
@@ -117,17 +125,17 @@ def detection_s(side: Side, scale: Scale, shows: Shows, starting: bool) -> float
 def restart(side: Side, scale: Scale, moved: bool, from_disk: bool) -> Mapping[str, float]:
     """Return the phases after the detection. moved: another node takes a part of the state."""
     if side.whole:
-        return {START: times.cold_start_s(scale.gpus), LOAD: scale.load_disk_s}
+        return {START: cold_start_s(scale.gpus), LOAD: scale.load_disk_s}
     node_bytes = scale.state_bytes / scale.nodes
-    memory_s = node_bytes / times.PEER_BYTES_S if moved else node_bytes / 8 / times.BACK_BYTES_S
+    memory_s = node_bytes / advice.PEER_BYTES_S if moved else node_bytes / 8 / advice.BACK_BYTES_S
     load_s = scale.load_disk_s if from_disk else memory_s
     if side.ideal:
         return {CONNECT: scale.connect_s, SETUP: scale.setup_s}
     if side.judges:
         return {
-            VERDICT: times.verdict_s(scale.nodes, 0.5),
-            ROUND: times.round_s(scale.nodes),
-            START: times.WARM_START_S,
+            VERDICT: advice.verdict_s(scale.nodes, 0.5),
+            ROUND: advice.round_s(scale.nodes),
+            START: advice.WARM_START_S,
             CONNECT: scale.connect_s,
             LOAD: load_s,
             SETUP: scale.setup_s,
@@ -137,7 +145,7 @@ def restart(side: Side, scale: Scale, moved: bool, from_disk: bool) -> Mapping[s
 
 def cold(side: Side, scale: Scale) -> Mapping[str, float]:
     """Return the phases of a start as a whole, by the scheduler."""
-    return {START: times.cold_start_s(scale.gpus), LOAD: scale.load_disk_s}
+    return {START: cold_start_s(scale.gpus), LOAD: scale.load_disk_s}
 
 
 @dataclass(frozen=True)
@@ -184,16 +192,16 @@ class Copies:
 def copies(side: Side, scale: Scale, rate_s: float) -> Copies:
     """Return how a side saves. rate_s: failures of the job in a second."""
     per_gpu = scale.state_bytes / scale.gpus
-    stall_s = per_gpu * (times.SAVE_STALL_S_BYTE if side.judges or side.ideal else STOCK_SAVE_STALL_S_BYTE)
+    stall_s = per_gpu * (advice.SAVE_STALL_S_BYTE if side.judges or side.ideal else STOCK_SAVE_STALL_S_BYTE)
     write_s = scale.state_bytes / scale.write_bytes_s
     stalled = 0.0 if side.ideal else stall_s / (scale.disk_every_s + stall_s)
     if not side.memory:
         return Copies((), 0.0, 0.0, scale.disk_every_s, write_s, stalled)
-    often, copy_s, ready_s = times.copies(scale.state_bytes, scale.nodes, 8, scale.step_s)
+    often, copy_s, ready_s = advice.copies(scale.state_bytes, scale.nodes, 8, scale.step_s)
     if side.planned:
         chosen = {0.0: advice.memory_steps(often, copy_s, rate_s, scale.step_s)}
     else:
-        chosen = {age_s: times.copies(scale.state_bytes, scale.nodes, 8, scale.step_s, age_s)[0] for age_s in AGES_S}
+        chosen = {age_s: advice.copies(scale.state_bytes, scale.nodes, 8, scale.step_s, age_s)[0] for age_s in AGES_S}
     copy_s = 0.0 if side.ideal else copy_s
     changes = [0.0] + [later for earlier, later in itertools.pairwise(chosen) if chosen[earlier] != chosen[later]]
     memory = tuple((age_s, chosen[age_s] * scale.step_s + copy_s) for age_s in changes)

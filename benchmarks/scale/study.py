@@ -11,8 +11,7 @@ from functools import partial
 from typing import Any
 
 from elastic_ext.planning import advice
-from elastic_ext.planning.advice import DAY_S
-from elastic_ext.planning.expectation import FailureClass, expect, meta_ratio
+from elastic_ext.planning.advice import DAY_S, FailureClass, expect
 from scale import decisions, inputs, rounds, sides
 from scale.inputs import RATES
 from scale.job import NEW, NOT_COUNTED, Account, Job, Setup
@@ -31,6 +30,16 @@ class Effort:
     jobs: int = 6
     failures: int = 30
     processes: int = 2
+
+
+def meta_ratio(nodes: int, failures_node_day: float, restart_s: float, every_s: float, save_s: float) -> float:
+    """Return the expected ETTR by Meta's formula (arXiv 2410.21680), a first order: it holds while failures cost little.
+
+    failures_node_day: failures of one node in a day. restart_s: u0, from a failure until training goes on. every_s: time from one
+    checkpoint to the next. save_s: how long one stalls training.
+    """
+    rate_s = nodes * failures_node_day / 86400
+    return (1.0 - rate_s * (restart_s + every_s / 2)) / (1.0 + save_s / every_s)
 
 
 def planned(scale: Scale, rate: float) -> advice.Advice:

@@ -111,7 +111,7 @@ def share(each: Any, seconds: float) -> dict[str, float]:
     """Write as often as an agent does: REPORT_S, share_every_s."""
     from elastic_ext.agent.observation import REPORT_S
     from elastic_ext.base.goodput import Spent, StateSeconds
-    from elastic_ext.status.status_records import NodeReport, encode_report
+    from elastic_ext.status.job_status import NodeReport, encode_report
     from elastic_ext.telemetry.accounting import share_every_s
 
     nodes, rank = each.part.header.nodes, each.part.assignment.rank

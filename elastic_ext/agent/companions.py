@@ -32,8 +32,7 @@ from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.address import own_interface
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.status.trainjob import Training, TrainJobState, body_of
-from elastic_ext.status.trainjob_posts import Poster, Target, target_of
+from elastic_ext.status.trainjob import Poster, Target, Training, TrainJobState, body_of, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.logs import WorkerLogs
 from elastic_ext.workers.progress import Progress, WakePipe

@@ -16,7 +16,7 @@ from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import Block
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Reach, Silent, unanswered
-from elastic_ext.hangs import detector, process_stats, stacks, waits
+from elastic_ext.hangs import detector, process_stats, stacks
 from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import own_addresses
@@ -169,7 +169,7 @@ class HangHandling(Companion):
         texts = []
         for each in sorted(stuck.values(), key=lambda one: one.blame):
             logger.warning("elastic_ext: %s%s", each.reason, _shown(each.stack))
-            texts.append(f"{each.reason}\n{waits.main_thread_first(each.stack, STACKS_KEPT)}".rstrip())
+            texts.append(f"{each.reason}\n{detector.main_thread_first(each.stack, STACKS_KEPT)}".rstrip())
         texts += [each.text for each in reach.unanswered]
         if records:
             logger.warning("elastic_ext: %s", records)
@@ -205,11 +205,11 @@ def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: floa
     for each in sorted(local_ranks, key=lambda one: one in ending):
         stack = found.get(pids[each], "")
         did_not = f"was to end with exit code {ending[each]}, but did not" if each in ending else "did not end on SIGTERM"
-        position = f"; it was at:\n{waits.main_thread_first(stack, STACKS_KEPT)}" if stack else ""
+        position = f"; it was at:\n{detector.main_thread_first(stack, STACKS_KEPT)}" if stack else ""
         texts.append(f"rank {workers.ranks[each]} {did_not}{position}")
         logger.warning("worker %s (pid %s) %s within %.2g s, and is killed%s", each, pids[each], did_not, grace_s, _shown(stack))
     return texts
 
 
 def _shown(stack: str) -> Block:
-    return Block(f"; it was at:\n{waits.main_thread_first(stack, SHOWN_STACKS)}" if stack else "")
+    return Block(f"; it was at:\n{detector.main_thread_first(stack, SHOWN_STACKS)}" if stack else "")

@@ -26,18 +26,16 @@ from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
-from elastic_ext.events.event_table import Source
+from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryTrace, Source
 from elastic_ext.events.output import Events, Spans
-from elastic_ext.events.recovery import Cause, PastRecovery, RecoveryTrace
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
-from elastic_ext.status.status_records import Straggler
+from elastic_ext.status.job_status import Straggler
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.agent_metrics import AgentMetrics
-from elastic_ext.telemetry.collectors import OutageChange
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, OutageChange
 
 logger = logging.getLogger(__name__)
 

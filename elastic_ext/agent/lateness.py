@@ -30,7 +30,7 @@ from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSa
 from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import Answer
-from elastic_ext.status.status_records import Straggler
+from elastic_ext.status.job_status import Straggler
 from elastic_ext.workers import worker_env
 
 logger = logging.getLogger(__name__)

@@ -31,12 +31,10 @@ from elastic_ext.failures.policy import Decision
 from elastic_ext.http import gate, pages, server
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
-from elastic_ext.status import status_records
-from elastic_ext.status.job_status import Own, ReportAges, Sources, build
-from elastic_ext.status.status_records import GoodputPoint, NodeReport, RoundHistory, Straggler, age_s
+from elastic_ext.status import job_status
+from elastic_ext.status.job_status import NodeReport, Own, ReportAges, RoundHistory, Sources, Straggler, age_s
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.agent_metrics import AgentMetrics
-from elastic_ext.telemetry.collectors import EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
 from elastic_ext.telemetry.script_metrics import ScriptMetrics
 from elastic_ext.workers.progress import Progress
 
@@ -104,8 +102,8 @@ class JobView:
         now = time.monotonic()
         read_s = round(now - read_at, 3) if read_at is not None else None
         backend, own = self._handler.get_backend(), self._node.now(now)
-        built = build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
-        self._answer = now, status_records.encode(built).encode()
+        built = job_status.build(Sources(status, backend, own, lambda id_: self._ages.age_s(id_, now), read_s, fault))
+        self._answer = now, job_status.encode(built).encode()
         return self._answer[1]
 
     def _on_state(self) -> None:
@@ -151,7 +149,7 @@ class JobView:
         report = self._node.now(time.monotonic()).report
         shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=())
         try:
-            self._handler.show(status_records.encode_report(shown), last)
+            self._handler.show(job_status.encode_report(shown), last)
         except (ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
             return False
@@ -249,8 +247,8 @@ class Points:
             del self._points[1::2]
             self._every_s *= 2
 
-    def ages(self, now: float) -> tuple[GoodputPoint, ...]:
-        return tuple(GoodputPoint(age_s(now, at), goodput) for at, goodput in tuple(self._points))
+    def ages(self, now: float) -> tuple[job_status.GoodputPoint, ...]:
+        return tuple(job_status.GoodputPoint(age_s(now, at), goodput) for at, goodput in tuple(self._points))
 
 
 class OwnNode:
@@ -286,7 +284,7 @@ class OwnNode:
     def uncompared(self, why: str) -> None:
         """Note why no replicas of workers here are compared; "" if they are, or if none need be."""
         with self._lock:
-            before, self._uncompared = self._uncompared, cut(why, status_records.MAX_WHY)
+            before, self._uncompared = self._uncompared, cut(why, job_status.MAX_WHY)
         if before != self._uncompared:
             self.on_state()
 

@@ -26,7 +26,7 @@ from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, Roun
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
-from elastic_ext.events.recovery import MEMBERSHIP
+from elastic_ext.events.event_table import MEMBERSHIP
 from elastic_ext.failures import slurm, user_rules
 from elastic_ext.failures.ledger import JobStopped, JobVerdict
 from elastic_ext.failures.policy import Action, Decision

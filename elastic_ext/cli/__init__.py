@@ -1,4 +1,4 @@
-"""The commands of `elastic-ext`, one module for each, and how they print lines, errors, and the findings of checks."""
+"""The commands of `elastic-ext`, and how they print lines, errors, and the findings of checks."""
 
 from __future__ import annotations
 

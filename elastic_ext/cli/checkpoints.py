@@ -16,11 +16,9 @@ from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.directory import own_files, upkeep
-from elastic_ext.checkpoints.directory.own_files import ManifestError
-from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
+from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.cli import Commands, print_error, print_line
-from elastic_ext.cli.job_source import add_job, job_client, seconds
+from elastic_ext.cli import Commands, job_source, print_error, print_line, requests
 
 EX_DAMAGED = 1  # `verify` or `cp` found damage
 SAVE_TIMEOUT_S = 600.0
@@ -83,9 +81,9 @@ def _add_save(actions: Commands) -> None:
         "Ask a job for a checkpoint, wait until it is complete, and print its step. The exit code "
         "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
     )
-    add_job(save)
+    job_source.add_job(save)
     save.add_argument(
-        "--timeout", type=seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds to wait; default: %(default)g"
+        "--timeout", type=job_source.seconds, metavar="S", default=SAVE_TIMEOUT_S, help="seconds to wait; default: %(default)g"
     )
     save.set_defaults(run=_save)
 
@@ -182,13 +180,14 @@ def _verify(args: argparse.Namespace) -> int:
     damaged = 0
     for row in chosen:
         with ProgressBar(row.name) as bar:
-            found = verify(storage, row.entry, Mode.SAMPLED if args.sampled else Mode.FULL, args.threads or None, bar.bytes)
+            mode = detect.Mode.SAMPLED if args.sampled else detect.Mode.FULL
+            found = detect.verify(storage, row.entry, mode, args.threads or None, bar.bytes)
         damaged += not found.sound or not row.complete
         _show(row, found, args.json)
     return EX_DAMAGED if damaged else 0
 
 
-def _show(row: listing.ListedCheckpoint, found: Verification, as_json: bool) -> None:
+def _show(row: listing.ListedCheckpoint, found: detect.Verification, as_json: bool) -> None:
     if as_json:
         sound = found.sound and row.complete
         record = {key: value for key, value in asdict(found).items() if key != "unreadable"}  # a fault says it
@@ -205,10 +204,7 @@ def _show(row: listing.ListedCheckpoint, found: Verification, as_json: bool) -> 
 
 
 def _pin(args: argparse.Namespace) -> int:
-    storage = open_storage(args.directory)
-    for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
-        own_files.pin(storage, row.name, args.reason, getpass.getuser())
-    return 0
+    return _mark(args, own_files.pin, args.reason)
 
 
 def _unpin(args: argparse.Namespace) -> int:
@@ -218,9 +214,13 @@ def _unpin(args: argparse.Namespace) -> int:
 def _quarantine(args: argparse.Namespace) -> int:
     if args.lift:
         return _remove_marks(args, own_files.lift_quarantine, "quarantined")
+    return _mark(args, own_files.quarantine, args.reason or "by hand")
+
+
+def _mark(args: argparse.Namespace, mark: Callable[[Storage, str, str, str], object], reason: str) -> int:
     storage = open_storage(args.directory)
     for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
-        own_files.quarantine(storage, row.name, args.reason or "by hand", getpass.getuser())
+        mark(storage, row.name, reason, getpass.getuser())
     return 0
 
 
@@ -266,7 +266,7 @@ def _cp(args: argparse.Namespace) -> int:
         try:
             with ProgressBar(row.name) as bar:
                 sent = upkeep.copy(source, target, row.entry, bar.bytes)
-        except (upkeep.CopyError, ManifestError) as error:
+        except (upkeep.CopyError, own_files.ManifestError) as error:
             print_line(f"{row.name}: DAMAGED {error}")
             return EX_DAMAGED
         print_line(f"{target.path(row.name)}: {format_size(sent)} sent")
@@ -274,10 +274,8 @@ def _cp(args: argparse.Namespace) -> int:
 
 
 def _save(args: argparse.Namespace) -> int:
-    from elastic_ext.cli.requests import save
-
-    with job_client(args.rdzv_endpoint, args.rdzv_id) as client:
-        done = save(client, args.rdzv_id, args.timeout)
+    with job_source.job_client(args.rdzv_endpoint, args.rdzv_id) as client:
+        done = requests.save(client, args.rdzv_id, args.timeout)
     if done.step is None:
         print_error(f"no save: {done.reason}")
         return EX_TRY_AGAIN

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import io
 import json
 import os
 import resource
@@ -17,7 +16,6 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -226,7 +224,7 @@ def _writable(name: str, directory: str, detail: str) -> Finding:
         able = os.access(parent, os.W_OK | os.X_OK)
         seen = f"{shown} does not exist yet, and {parent} {'is' if able else 'is not'} writable"
         return Finding(name, OK if able else FAIL, f"{seen}; {detail}")
-    probe = f".elastic_ext_doctor_{uuid.uuid4().hex}"
+    probe = f".elastic_ext_doctor_{os.urandom(16).hex()}"
     try:
         storage.put(probe, b"")
         storage.remove(probe)
@@ -335,8 +333,6 @@ SETTINGS_S = 10.0  # the settings file may be on a file server that does not ans
 
 
 def run(args: argparse.Namespace) -> int:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # for names from outside
     findings = examine(args.rdzv_conf, args.rdzv_endpoint, os.environ)
     print(as_json(findings) if args.json else rendered(findings), flush=True)
     return exit_code(findings)

@@ -17,16 +17,15 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.etcd import EtcdClient
-from elastic_ext.status import job_status, status_records
+from elastic_ext.status import job_status
 
 logger = logging.getLogger(__name__)
 
-Read = Callable[[], status_records.Document]
+Read = Callable[[], job_status.Document]
 
 ENDPOINT = "as for torchrun: the etcd servers of the job, job:..., or HOST:PORT of its own store (ext_c10d)"
 TIMEOUT_S = 5.0  # for one answer, from the name's resolution to the last byte
@@ -63,7 +62,7 @@ class AgentUrl:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context), _SamePage
         )
 
-    def read(self) -> status_records.Document:
+    def read(self) -> job_status.Document:
         """Return the document now. Raises UsageError: no whole answer within TIMEOUT_S; RecordError: it is of another version.
 
         Another thread asks: a time limit of a connection is for each of its reads, and an agent may send byte by byte.
@@ -76,10 +75,9 @@ class AgentUrl:
             raise UsageError(f"the agent at {self._url}: no whole answer within {TIMEOUT_S:g} s") from None
         if isinstance(answer, UsageError):
             raise answer
-        return records.read(status_records.Document, answer, self._url, status_records.SCHEMA)
+        return records.read(job_status.Document, answer, self._url, job_status.SCHEMA)
 
     def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
-        """Put what the agent answers, or why it does not."""
         try:
             request = urllib.request.Request(f"{self._url}/job.json", headers=self._headers)
             with self._opener.open(request, timeout=TIMEOUT_S) as answer:
@@ -104,20 +102,18 @@ def _password(user: str, file: str | None) -> str:
 
 
 def add_job(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a job in its etcd or store."""
     command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", required=True, help=ENDPOINT)
     command.add_argument("--rdzv-id", metavar="ID", required=True, help="run id of the job")
 
 
 def seconds(text: str) -> float:
-    """Return the value of an argument that is a time limit."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise ValueError(text)
     return value
 
 
-@contextmanager
+@contextlib.contextmanager
 def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
     """Yield a client of a job's etcd, also where the job has started it (`--rdzv-endpoint=job:`), or of its own store.
 
@@ -150,7 +146,6 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a job, or one of its agents."""
     command.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", default="", help=ENDPOINT)
     command.add_argument("--rdzv-id", metavar="ID", default="", help="run id of the job")
     command.add_argument(
@@ -180,7 +175,7 @@ def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:
     return AgentUrl(args) if args.url else None
 
 
-@contextmanager
+@contextlib.contextmanager
 def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False) -> Iterator[Read]:
     """Yield what reads the job once. again: it is read more than once. Raises UsageError: etcd does not answer."""
     if agent is not None:
@@ -192,7 +187,7 @@ def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False
 
     ages = job_status.ReportAges()
 
-    def read() -> status_records.Document:
+    def read() -> job_status.Document:
         status, now = in_etcd.read(client, args.rdzv_id), time.monotonic()
         ages.read(status, now)
         return job_status.build(job_status.Sources(status, backend, seen_s=lambda id_: ages.age_s(id_, now) if again else None))

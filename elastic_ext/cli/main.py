@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from elastic_ext.base import log_records
 from elastic_ext.base.errors import EX_CONFIG, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.cli import checkpoints, drain, explain, plan, print_error, status, timeline
+from elastic_ext.cli import checkpoints, plan, print_error, requests, status, timeline
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,10 +58,10 @@ def parser() -> argparse.ArgumentParser:
         help="print the completion script for this shell; needs shtab",
     )
     commands = options.add_subparsers(title="commands", required=True, metavar="COMMAND", parser_class=_Parser)
-    explain.add_command(commands)
+    status.add_explain(commands)
     status.add_command(commands)
     timeline.add_command(commands)
-    drain.add_command(commands)
+    requests.add_command(commands)
     plan.add_command(commands)
     checkpoints.add_command(commands)
     examine = commands.add_parser("doctor", help="check whether a job could run here, and what it would learn about failures")

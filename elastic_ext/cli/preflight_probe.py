@@ -18,22 +18,19 @@ import socket
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from glob import glob
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.cli import one_line, preflight_figures
-from elastic_ext.cli.preflight_figures import NODE, OTHERS, SETTINGS, SHARED_GIB, DevicesSeen, Figure, outliers, tournament
+from elastic_ext.cli import one_line, preflight
+from elastic_ext.cli.preflight import NODE, OTHERS, SETTINGS, SHARED_GIB, DevicesSeen, Figure, outliers, tournament
 from elastic_ext.rendezvous import address
 
 MATMUL_S, COPY_S, DISK_S = 0.3, 0.2, 0.5  # to measure for; each runs twice at least
@@ -72,10 +69,11 @@ class _Probe:
         self._report("doing", "looking for devices")
         found, missing = _devices(), _missing(self._task["workers"])
         party = self._meet() if self._task["together"] else None
-        name, first, count = (party.name, party.local, len(party.mates)) if party else (socket.gethostname(), 0, 1)
-        self._measure_devices(name, found[first::count])
+        mates = party.ranks(party.node) if party else [0]  # those on this node
+        name, first = (party.names[party.node], mates.index(party.rank)) if party else (socket.gethostname(), 0)
+        self._measure_devices(name, found[first :: len(mates)])
         if first == 0:
-            self._figures += [Figure(preflight_figures.DEVICES, (name,), "", "", None, *why) for why in missing]
+            self._figures += [Figure(preflight.DEVICES, (name,), "", "", None, *why) for why in missing]
             self._measure_directories(name)
         if party is not None:
             self._measure_pairs(party, found[first % len(found)])
@@ -108,7 +106,7 @@ class _Probe:
             if (held_gib := _held_gib(name)) > SHARED_GIB:
                 shared[name] = held_gib
                 why = f"other processes hold {held_gib:.3g} GiB of its memory"
-                self._figures.append(Figure(preflight_figures.DEVICES, (node,), name, "", None, why, OTHERS))
+                self._figures.append(Figure(preflight.DEVICES, (node,), name, "", None, why, OTHERS))
             found += _device_figures(node, name, share, name in shared)
         for slow in outliers(found):
             self._report("doing", f"measuring {slow.part} again")
@@ -155,7 +153,7 @@ class _Probe:
                     self._figures += [Figure.of(fields) for fields in json.loads(party.store.get(f"figures/{rank}"))]
                 else:
                     name, error = party.names[party.nodes.index(party.keys[rank])], "gave no figures; its own output says why"
-                    self._figures.append(Figure(preflight_figures.PROCESS, (name,), f"rank {rank}", "", None, error))
+                    self._figures.append(Figure(preflight.PROCESS, (name,), f"rank {rank}", "", None, error))
 
 
 @dataclass(frozen=True)
@@ -181,18 +179,6 @@ class _Party:
     @property
     def node(self) -> int:
         return self.nodes.index(self.keys[self.rank])
-
-    @property
-    def name(self) -> str:
-        return self.names[self.node]
-
-    @property
-    def mates(self) -> list[int]:
-        return self.ranks(self.node)
-
-    @property
-    def local(self) -> int:
-        return self.mates.index(self.rank)
 
     def ranks(self, node: int) -> list[int]:
         return [rank for rank, key in enumerate(self.keys) if key == self.nodes[node]]
@@ -250,15 +236,15 @@ def _missing(workers: int) -> list[tuple[str, str]]:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
             why = one_line(error)
-    seen = DevicesSeen(count, files, workers, preflight_figures.listed_devices(os.environ), why)
-    missing = preflight_figures.devices_missing(seen)
+    seen = DevicesSeen(count, files, workers, preflight.listed_devices(os.environ), why)
+    missing = preflight.devices_missing(seen)
     return [missing] if missing is not None else []
 
 
 def _device_files() -> int:
     """Return how many devices of NVIDIA this process is given. A scheduler may let it see others, but not open them."""
     count = 0
-    for path in glob("/dev/nvidia[0-9]*"):
+    for path in Path("/dev").glob("nvidia[0-9]*"):
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
         except PermissionError:
@@ -308,7 +294,7 @@ def _device_figures(node: str, name: str, share: float, shared: bool = False) ->
             torch.accelerator.synchronize(device)
 
     figures = []
-    for measure, run in ((preflight_figures.MATMUL, _tflops), (preflight_figures.COPY, _copy_gb_s)):
+    for measure, run in ((preflight.MATMUL, _tflops), (preflight.COPY, _copy_gb_s)):
         try:
             value, error, blame = run(device, share, sync), "", OTHERS if shared else NODE
         except _WrongResult as wrong:
@@ -403,12 +389,12 @@ def _disk_figure(node: str, setting: str, directory: str) -> Figure:
                     break
     except OSError as error:
         blame = _BLAMED.get(error.errno or 0, NODE)
-        return Figure(preflight_figures.DISK, (node,), directory, setting, None, one_line(error), blame)
-    return Figure(preflight_figures.DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
+        return Figure(preflight.DISK, (node,), directory, setting, None, one_line(error), blame)
+    return Figure(preflight.DISK, (node,), directory, setting, written / (time.monotonic() - began) / 1e6)
 
 
 def _storage_figure(node: str, url: str) -> Figure:
-    name, data = f".elastic_ext_preflight_{uuid.uuid4().hex}", os.urandom(STORAGE_BYTES)
+    name, data = f".elastic_ext_preflight_{os.urandom(16).hex()}", os.urandom(STORAGE_BYTES)
     began = time.monotonic()
     try:
         storage = open_storage(url)
@@ -417,8 +403,8 @@ def _storage_figure(node: str, url: str) -> Figure:
         storage.remove(name)
     except (OSError, UsageError) as error:
         blame = SETTINGS if isinstance(error, UsageError) else _BLAMED.get(error.errno or 0, NODE)
-        return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", None, one_line(error), blame)
-    return Figure(preflight_figures.STORAGE, (node,), "checkpoint_dir", "", STORAGE_BYTES / took_s / 1e6)
+        return Figure(preflight.STORAGE, (node,), "checkpoint_dir", "", None, one_line(error), blame)
+    return Figure(preflight.STORAGE, (node,), "checkpoint_dir", "", STORAGE_BYTES / took_s / 1e6)
 
 
 def _pair_figures(party: _Party, members: Sequence[int], key: str, device: str, names: tuple[str, ...]) -> list[Figure]:
@@ -434,15 +420,15 @@ def _pair_figures(party: _Party, members: Sequence[int], key: str, device: str, 
         )
         latency_us, gb_s = _measured(group, place)
     except RuntimeError as error:
-        return [Figure(preflight_figures.BANDWIDTH, names, "", "", None, one_line(error))]
-    found = {preflight_figures.BANDWIDTH: gb_s, preflight_figures.LATENCY: latency_us}
+        return [Figure(preflight.BANDWIDTH, names, "", "", None, one_line(error))]
+    found = {preflight.BANDWIDTH: gb_s, preflight.LATENCY: latency_us}
     return [Figure(measure, names, "", "", value) for measure, value in found.items()]
 
 
 def _measured(group: dist.ProcessGroup, device: torch.device) -> tuple[float, float]:
     """Return the latency in microseconds, and the bandwidth of the largest all_reduce in GB/s."""
 
-    def reduce(tensor: Tensor) -> None:
+    def reduce(tensor: torch.Tensor) -> None:
         group.allreduce([tensor]).wait()
         if device.type != "cpu":
             torch.accelerator.synchronize(device)

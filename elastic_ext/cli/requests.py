@@ -1,26 +1,83 @@
-"""What a command asks of a running job: that a node leave (`drains` decides), that it save now. Knows nothing of torch."""
+"""What an operator asks of a running job: that a node leave without losing work (`elastic-ext drain`; `drains` decides), or that
+the job save now. Knows nothing of torch.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from elastic_ext.base import records, settings
 from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted
-from elastic_ext.base.records import RecordError
-from elastic_ext.etcd import EtcdClient, Event, Snapshot
-from elastic_ext.etcd.errors import AuthError, ConfigError, EtcdError, Unavailable, UnsupportedVersion
-from elastic_ext.etcd.values import Delete, Deleted, Put, unchanged
+from elastic_ext.cli import Commands, print_error, print_line
+from elastic_ext.cli.job_source import add_job, job_client, seconds
+from elastic_ext.etcd import EtcdClient, Event, Snapshot, errors, values
 from elastic_ext.failures.ledger import encode_ledger, given_back
-from elastic_ext.rendezvous import drains
-from elastic_ext.rendezvous.header_record import swap, with_save
-from elastic_ext.rendezvous.job_records import nodes_in
-from elastic_ext.rendezvous.job_status import NoSuchJob, RunningJob, Unreachable
+from elastic_ext.rendezvous import drains, header_record, job_records, job_status, tasks
 from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
-from elastic_ext.rendezvous.tasks import LostRace
+
+TIMEOUT_S = 600.0
+MAX_REASON = 200  # characters: every node of the job reads it
+MEANINGS = {
+    0: "the node has left, and the job runs again or has finished; with --undo: the host may take part",
+    EX_UNAVAILABLE: "no such job runs, or etcd does not answer",
+    EX_TRY_AGAIN: "no checkpoint in time, and nothing was done; or the job did not run again in time (the message says which)",
+    EX_REFUSED: "refused, nothing was changed: the job would have fewer nodes than it takes",
+    78: "wrong usage or settings, no such node, or several machines of this name",
+    130: "interrupted with Ctrl-C: the node still leaves, unless `--undo` withdraws that",
+}
+
+
+def add_command(commands: Commands) -> None:
+    drain = commands.add_parser("drain", help="take a node out of a running job at its next checkpoint")
+    drain.description = (
+        "Take a node out of a job once a checkpoint is saved, and wait until the job runs without it: a spare steps "
+        "in, or the job goes on smaller. No restart is charged. The host may not come back for `refuse_node` seconds."
+    )
+    drain.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
+    drain.add_argument("node", metavar="NODE", help="a host, or the id of a node on it, as `elastic-ext status` shows them")
+    add_job(drain)
+    drain.add_argument("--reason", metavar="TEXT", default="", help="why: for logs, the status, and an agent started there again")
+    drain.add_argument(
+        "--timeout",
+        type=seconds,
+        metavar="S",
+        default=TIMEOUT_S,
+        help="seconds to wait for the checkpoint, and then for the job to run; default: %(default)g",
+    )
+    how = drain.add_mutually_exclusive_group()
+    how.add_argument("--now", action="store_true", help="do not wait for a checkpoint: the steps since the last one are repeated")
+    how.add_argument("--undo", action="store_true", help="withdraw a drain that has not begun, or let a repaired host come back")
+    drain.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
+    with contextlib.ExitStack() as stack:
+        try:
+            client = stack.enter_context(job_client(args.rdzv_endpoint, args.rdzv_id))
+            if args.undo:
+                print_line(undo(client, args.rdzv_id, args.node))
+                return 0
+        except job_status.Unreachable as error:
+            print_error(str(error))
+            return EX_UNAVAILABLE
+        refused_s = settings.read({}, os.environ).refuse_node
+        request = drains.DrainRequest(args.node, " ".join(args.reason.split())[:MAX_REASON], refused_s, args.now)
+        try:
+            over = drain(client, args.rdzv_id, request, args.timeout, print_line)
+        except KeyboardInterrupt:
+            print_error(f"the drain of {args.node} goes on; --undo withdraws it")
+            return 130
+    (print_line if over.ending is Ending.DRAINED else print_error)(over.reason)
+    return over.ending.value
 
 
 class Ending(Enum):
@@ -94,13 +151,13 @@ def drain(
             return DrainOutcome(_ENDINGS[admission.answer], admission.reason)
         notify(f"{asked.host} is to leave {'now' if request.now else 'at the next checkpoint'}: {admission.reason}")
         return _await_drain(job, asked, timeout_s, mine=admission.answer is drains.Answer.ADMITTED)
-    except NoSuchJob as error:
+    except job_status.NoSuchJob as error:
         return DrainOutcome(Ending.NO_JOB, str(error))
-    except LostRace as error:
+    except tasks.LostRace as error:
         return DrainOutcome(Ending.LATE, str(error))
-    except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
+    except (errors.AuthError, errors.ConfigError, errors.UnsupportedVersion, records.RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
-    except EtcdError as error:
+    except errors.EtcdError as error:
         return DrainOutcome(Ending.NO_JOB, f"{error}; it is unknown whether the node leaves: ask `elastic-ext status`")
 
 
@@ -111,16 +168,17 @@ def undo(client: EtcdClient, run_id: str, name: str) -> str:
     """
     try:
         return _Job(client, run_id).undo(name)
-    except Unavailable as error:
-        raise Unreachable(f"the job {run_id}: {error}; ask `elastic-ext status` whether the drain is withdrawn") from error
-    except (EtcdError, RecordError) as error:
+    except errors.Unavailable as error:
+        ask = "ask `elastic-ext status` whether the drain is withdrawn"
+        raise job_status.Unreachable(f"the job {run_id}: {error}; {ask}") from error
+    except (errors.EtcdError, records.RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
 
 
 _ENDINGS = {drains.Answer.LEFT: Ending.DRAINED, drains.Answer.TOO_FEW: Ending.TOO_FEW}
 
 
-class _Job(RunningJob):
+class _Job(job_status.RunningJob):
     """The records of a job, as drains change them. All methods raise EtcdError and RecordError."""
 
     def ask(self, request: drains.DrainRequest, timeout_s: float) -> tuple[drains.Admission, DrainAsked | None]:
@@ -150,19 +208,19 @@ class _Job(RunningJob):
         while True:
             try:
                 seen = self.read()
-            except NoSuchJob:  # a refusal outlives the job
+            except job_status.NoSuchJob:  # a refusal outlives the job
                 return self._lift(host)
             after = drains.withdrawn(seen.header, host)
             if after is seen.header:
                 leaving = drains.released(after).intersection(drains.nodes_on(host, seen.nodes))
                 return self._lift(host) + ("; it still leaves now" if leaving else "")
-            if self.write(seen, after, Delete(self.keys.refusal(host))):  # another agent of the host may have left already
+            if self.write(seen, after, values.Delete(self.keys.refusal(host))):  # another agent of the host may have left already
                 return f"{host} stays in the job" + ("; nodes of it that have left may come back" if host in seen.refused else "")
 
     def _lift(self, host: str) -> str:
         forgiven = "; its failures so far no longer count against it (bad-node)" if self._give_back(host) else ""
-        deleted = self.client.txn([], [Delete(self.keys.refusal(checked(host)))]).responses[0]
-        if isinstance(deleted, Deleted) and deleted.deleted:
+        deleted = self.client.txn([], [values.Delete(self.keys.refusal(checked(host)))]).responses[0]
+        if isinstance(deleted, values.Deleted) and deleted.deleted:
             return f"{host} may come back{forgiven}"
         return f"{host} was neither to leave nor refused{forgiven or ': nothing to undo'}"
 
@@ -172,8 +230,9 @@ class _Job(RunningJob):
             after = given_back(before, host)
             if after == before:
                 return False
-            put = Put(self.keys.ledger, encode_ledger(after), lease_id=found.lease_id)
-            if self.client.txn([unchanged(self.keys.ledger, found.mod_revision)], [put]).succeeded:  # else: a verdict meanwhile
+            put = values.Put(self.keys.ledger, encode_ledger(after), lease_id=found.lease_id)
+            over = values.unchanged(self.keys.ledger, found.mod_revision)
+            if self.client.txn([over], [put]).succeeded:  # else: a verdict meanwhile
                 return True
         return False
 
@@ -187,7 +246,7 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
             while (left_s := deadline - time.monotonic()) > 0:
                 try:
                     item = watch.get(left_s)
-                except Unavailable:  # the job goes on meanwhile, and so does the drain
+                except errors.Unavailable:  # the job goes on meanwhile, and so does the drain
                     continue
                 if item is None:
                     continue
@@ -203,7 +262,7 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
                 return DrainOutcome(Ending.LATE, _late(asked, seen, timeout_s))
             try:
                 withdrawn = job.withdraw(asked.host)
-            except EtcdError as error:
+            except errors.EtcdError as error:
                 return DrainOutcome(Ending.LATE, f"{none_saved}, but the drain of {asked.host} goes on: {error}")
             if withdrawn:
                 return DrainOutcome(Ending.LATE, f"{none_saved}: {asked.host} stays in the job; --now does not wait")
@@ -229,7 +288,7 @@ def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, event: Event) -> Seen:
         return replace(seen, header=header, done=done or seen.done)
     if kv.key.startswith(keys.nodes.encode()):
         id_ = kv.key[len(keys.nodes.encode()) :].decode(errors="replace")
-        known = event.kind == "put" and bool(nodes_in([kv], keys, job.reader))
+        known = event.kind == "put" and bool(job_records.nodes_in([kv], keys, job.reader))
         return replace(seen, nodes=seen.nodes | {id_} if known else seen.nodes - {id_})
     return seen
 
@@ -270,9 +329,9 @@ def save(client: EtcdClient, run_id: str, timeout_s: float) -> SaveOutcome:
     try:
         requested = _ask_save(client, keys, deadline)
         return requested if isinstance(requested, SaveOutcome) else _await_save(client, keys, requested, deadline)
-    except (AuthError, ConfigError, UnsupportedVersion, RecordError) as error:
+    except (errors.AuthError, errors.ConfigError, errors.UnsupportedVersion, records.RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
-    except EtcdError as error:
+    except errors.EtcdError as error:
         return SaveOutcome(None, str(error))
 
 
@@ -285,9 +344,9 @@ def _ask_save(client: EtcdClient, keys: JobKeys, deadline: float) -> Header | Sa
             return SaveOutcome(None, "the job is not running: it has no round yet")
         if header.state is not State.RUNNING:
             return SaveOutcome(None, f"the job is not running, it is {header.state.value}: {header.reason}")
-        requested = with_save(header)
+        requested = header_record.with_save(header)
         timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
-        if swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
+        if header_record.swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
             return requested
     return SaveOutcome(None, "the job's header kept changing, so no save was requested; try again")
 
@@ -307,7 +366,7 @@ def _await_save(client: EtcdClient, keys: JobKeys, requested: Header, deadline: 
                     # An unreadable header changes nothing: the job's leader writes the previous one again.
                     header = (reader.header(kv) or header or requested) if event.kind == "put" else None
                 elif kv.key.startswith(keys.nodes.encode()) and event.kind == "put":
-                    nodes = nodes_in([kv], keys, reader)
+                    nodes = job_records.nodes_in([kv], keys, reader)
                 now = requested if isinstance(item, Snapshot) else header
                 if (over := save_outcome(requested, now, nodes.values())) is not None:
                     return over

@@ -1,8 +1,11 @@
-"""`elastic-ext status`: the status of a whole job, live or ended, from its etcd or from any of its agents."""
+"""`elastic-ext status`: the status of a whole job, live or ended, from its etcd or from any of its agents. `elastic-ext explain`:
+its failures, from its records in etcd or from files with evidence.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
 import sys
@@ -10,14 +13,15 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from elastic_ext.base.errors import EX_UNAVAILABLE, UsageError
+from elastic_ext.base import files, records
+from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted, shown
-from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, job_source, print_error
-from elastic_ext.rendezvous.job_status import NoSuchJob
-from elastic_ext.status import status_records
-from elastic_ext.status.status_records import ENDED_STATES, SILENT, Document, NodeStatus, RoundSpan
+from elastic_ext.failures import case, classify, policy, user_rules
+from elastic_ext.rendezvous import job_status
+from elastic_ext.status.job_status import ENDED_STATES, SILENT, Document, NodeStatus, encode
 from elastic_ext.telemetry import families
 
 WATCH_S = 2.0  # between two looks
@@ -53,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with job_source.reader(args, agent, again=args.watch) as read:
             return _watch(read, args.json) if args.watch else _show(read(), args.json)
-    except (UsageError, RecordError) as error:
+    except (UsageError, records.RecordError) as error:
         print_error(str(error))
         return EX_UNAVAILABLE
     except KeyboardInterrupt:
@@ -64,13 +68,13 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
     """Show the job again and again until it has ended or answers have stopped. Raises what the first `read` raises."""
     document, read_at, fault = read(), time.monotonic(), ""
     code = _show(document, as_json, again=True)
-    while document.job.state not in status_records.ENDED_STATES:
+    while document.job.state not in ENDED_STATES:
         time.sleep(WATCH_S)
         try:
             document, read_at, fault = read(), time.monotonic(), ""
-        except NoSuchJob as error:
+        except job_status.NoSuchJob as error:
             document = replace(document, job=replace(document.job, state="ended", reason=str(error)), nodes=(), unknown=())
-        except (UsageError, RecordError) as error:
+        except (UsageError, records.RecordError) as error:
             if time.monotonic() - read_at >= LOST_S:
                 raise
             if str(error) != fault:
@@ -85,7 +89,7 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
 def _show(document: Document, as_json: bool, again: bool = False) -> int:
     """Show the document. again: in place of what was shown before, on a terminal."""
     if as_json:
-        print(status_records.encode(document), flush=True)
+        print(encode(document), flush=True)
     else:
         terminal = _terminal(again)
         found = [as_text(line, terminal) for line in job_lines(document, terminal)]
@@ -150,7 +154,9 @@ def job_lines(document: Document, terminal: Terminal) -> Iterator[Line]:
     yield from (((f"straggler: {slow.text}", BUSY),) for slow in document.stragglers)
     explained = {each.round for each in document.failures[-LATEST:]}
     for span in document.rounds[-LATEST:]:
-        yield ((_round(replace(span, why="") if span.round in explained else span), PLAIN),)
+        ended = f", ended {age(span.ended_s)} ago" if span.ended_s is not None else ", runs"
+        why = f": {span.why}" if span.why and span.round not in explained else ""
+        yield ((f"round {span.round}: began {age(span.began_s)} ago{ended}{why}", PLAIN),)
     for failure in document.failures[-LATEST:]:
         code = f", exit code {failure.exit_code}" if failure.exit_code is not None else ""
         where = f"rank {failure.rank} on {failure.host}" if failure.rank >= 0 else failure.host
@@ -283,11 +289,6 @@ def _row(node: NodeStatus, here: bool) -> tuple[str, ...]:
     return tuple(map(shown, cells))
 
 
-def _round(span: RoundSpan) -> str:
-    ended = f", ended {age(span.ended_s)} ago" if span.ended_s is not None else ", runs"
-    return f"round {span.round}: began {age(span.began_s)} ago{ended}{f': {span.why}' if span.why else ''}"
-
-
 def age(seconds: float | None) -> str:
     """Return an age for people: 90 -> "90 s", 7200 -> "2.0 h"; "" if unknown."""
     if seconds is None:
@@ -296,3 +297,84 @@ def age(seconds: float | None) -> str:
         if seconds < most:
             return f"{seconds / unit:.{0 if most in (100.0, 6000.0) else 1}f} {name}"
     return f"{seconds / 86400:.1f} d"
+
+
+# Why a job failed.
+
+
+def add_explain(commands: Commands) -> None:
+    explain = commands.add_parser("explain", help="explain a failure, and what the agent would do about it")
+    explain.description = (
+        "Read evidence of failures and print one JSON object for each case: id, kind, decision, exit_code (null if the agent "
+        "continues), reason, rule. Or, with --rdzv-endpoint and --rdzv-id, print all failures of a job and what was decided. A "
+        "case that cannot be read gets one line on stderr, and the others are still printed. The exit code is 78 if anything "
+        "could not be read."
+    )
+    explain.add_argument("files", nargs="*", metavar="FILE", help="evidence: one JSON object, or one per line of a .jsonl file")
+    explain.add_argument("--rdzv-endpoint", metavar="HOST:PORT[,...]", help=f"instead of files, {job_source.ENDPOINT}")
+    explain.add_argument("--rdzv-id", metavar="ID", help="run id of the job; prints its failures, the decisions and the reasons")
+    explain.add_argument("--rules", metavar="FILE", help="TOML file with your own rules, like the setting `rules`")
+    sets = sorted(policy.EXIT_CODES)
+    explain.add_argument("--exit-codes", choices=sets, default="design", help="which set of exit codes to print")
+    explain.set_defaults(run=run_explain)
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Explain files or a job; return 0, or 78 if something could not be read. Raises UsageError."""
+    job = (args.rdzv_endpoint, args.rdzv_id)
+    if any(job) == bool(args.files) or any(job) != all(job):
+        raise UsageError("explain: expected files, or a job with --rdzv-endpoint and --rdzv-id")
+    return _explain_job(*job) if all(job) else _explain_files(args)
+
+
+def _explain_job(endpoint: str, run_id: str) -> int:
+    with job_source.job_client(endpoint, run_id) as client:
+        found = job_status.read(client, run_id)
+    print("\n".join(job_status.lines(found)), flush=True)
+    for fault in found.faults:
+        print_error(fault)
+    return EX_CONFIG if found.faults else 0
+
+
+def _explain_files(args: argparse.Namespace) -> int:
+    rules = user_rules.load(args.rules)
+    faults = 0
+    for path in args.files:
+        try:
+            content = files.read_text(path)
+        except (OSError, ValueError) as error:
+            faults += 1
+            print_error(f"{path}: cannot be read: {error}")
+            continue
+        cases = [(path, content)]
+        if path.endswith(".jsonl"):  # not splitlines(): a JSON text may hold other line breaks
+            cases = [(f"{path}:{number}", line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+        for where, text in cases:
+            try:
+                print(json.dumps(explained(_parsed(text), rules, args.exit_codes)), flush=True)
+            except UsageError as error:
+                faults += 1
+                print_error(f"{where}: {error}")
+    return EX_CONFIG if faults else 0
+
+
+def explained(value: Any, rules: Sequence[user_rules.UserRule] = (), exit_codes: str = "design") -> dict[str, Any]:
+    """Return the object that `explain` prints for one case. Raises UsageError if the case is not evidence."""
+    diagnosis = classify.root_cause([classify.classify(case.parse_evidence(value), rules)])
+    decision = policy.decide(diagnosis, exit_codes=exit_codes)
+    assert decision.response is not None
+    return {
+        "id": value.get("id"),
+        "kind": decision.kind,
+        "decision": decision.response.value,
+        "exit_code": decision.exit_code,
+        "reason": decision.reason,
+        "rule": decision.rule,
+    }
+
+
+def _parsed(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"not JSON: {error}") from error

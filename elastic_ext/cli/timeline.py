@@ -8,12 +8,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from elastic_ext.base import files, records
 from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
-from elastic_ext.base.files import read_text, write_whole_bytes
-from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, job_source, print_error, print_line
-from elastic_ext.timeline import builder, events
-from elastic_ext.timeline.model import Timeline
+from elastic_ext.timeline import builder, events, model
 
 MAX_BYTES = 512 << 20  # of one file: 512 nodes write about 1 MB in a round with a failure
 STDIN = "-"
@@ -51,11 +49,11 @@ def run(args: argparse.Namespace) -> int:
         try:
             with job_source.reader(args, agent) as read:
                 drawn = builder.from_status(read(), time.time())
-        except (UsageError, RecordError) as error:
+        except (UsageError, records.RecordError) as error:
             print_error(str(error))
             return EX_UNAVAILABLE
     try:
-        write_whole_bytes(Path(args.output), draw(drawn))
+        files.write_whole_bytes(Path(args.output), draw(drawn))
     except OSError as error:
         raise UsageError(f"timeline: {args.output} cannot be written: {error}") from error
     print_line(f"{args.output}: {len(drawn.rows)} rows, {len(drawn.interruptions)} failures, {len(drawn.saved)} checkpoints")
@@ -71,13 +69,13 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError(f"timeline: --output {args.output}: expected a name that ends with {', '.join(KINDS)}")
 
 
-def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[str]]:
+def _of_files(paths: Sequence[str], run_id: str) -> tuple[model.Timeline, list[str]]:
     """Return the timeline of the events in the files, and the lines that are not events. Raises UsageError."""
     found: list[events.TimelineEvent] = []
     faults: list[str] = []
-    for file in files:
+    for file in paths:
         try:
-            text = _stdin() if file == STDIN else read_text(file, MAX_BYTES)
+            text = _stdin() if file == STDIN else files.read_text(file, MAX_BYTES)
         except (OSError, ValueError) as error:
             raise UsageError(f"timeline: {file} cannot be read: {error}") from error
         parsed, wrong = events.parse(text, file)
@@ -95,7 +93,7 @@ def _of_files(files: Sequence[str], run_id: str) -> tuple[Timeline, list[str]]:
         raise UsageError(f"timeline: events of {len(jobs)} jobs: {shown}; choose one with --rdzv-id")
     if not found:
         of = f" of a job {run_id}" if run_id and jobs else ""
-        raise UsageError(f"timeline: no events{of} in {', '.join(files)}: expected what the setting events_file makes")
+        raise UsageError(f"timeline: no events{of} in {', '.join(paths)}: expected what the setting events_file makes")
     return builder.from_events(found), faults
 
 
@@ -106,7 +104,7 @@ def _stdin() -> str:
     return data.decode("utf-8")
 
 
-def _drawing(output: str) -> Callable[[Timeline], bytes]:
+def _drawing(output: str) -> Callable[[model.Timeline], bytes]:
     """Return what draws for this file. Raises UsageError: matplotlib is missing, which is said before a long file is read."""
     try:
         import matplotlib  # noqa: F401 - nothing else needs it

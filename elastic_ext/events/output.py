@@ -23,9 +23,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from elastic_ext.base.printable import cut, shown
-from elastic_ext.events import event_table
-from elastic_ext.events.event_table import MAX_TEXT, EventTime, Source, Value
-from elastic_ext.events.recovery import PastRecovery
+from elastic_ext.events.event_table import MAX_TEXT, EventTime, PastRecovery, Source, Value, record
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer, TracerProvider
@@ -128,21 +126,19 @@ class EventFile:
             if sys.__stdout__ is None:
                 raise OSError("stdout is closed")
             return sys.__stdout__.fileno()
-        if self._descriptor is not None and not self._is_named(self._descriptor):
-            self.close()
+        if self._descriptor is not None:
+            try:
+                named = os.path.samestat(os.fstat(self._descriptor), os.stat(self._path))
+            except FileNotFoundError:
+                named = False
+            if not named:  # the path leads elsewhere by now
+                self.close()
         if self._descriptor is None:
             # Not blocking, because a pipe may have no reader. In a directory where others may write, a link may be theirs.
             links = 0 if self._path.startswith(("/dev/", "/proc/")) else os.O_NOFOLLOW
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | links
             self._descriptor = os.open(self._path, flags, 0o666)
         return self._descriptor
-
-    def _is_named(self, descriptor: int) -> bool:
-        """Return whether the path still leads to what is open."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), os.stat(self._path))
-        except FileNotFoundError:
-            return False
 
 
 class Events:
@@ -164,11 +160,11 @@ class Events:
             self._outbox = Outbox(self._write, "elastic_ext-events", most, self._end)
 
     def emit(self, name: str, **fields: Value) -> None:
-        """Write an event with its own fields; see `event_table.EVENTS`. Returns at once."""
+        """Write an event with its own fields; see `events.schema.json`. Returns at once."""
         if self._outbox is None:
             return
         try:
-            self._outbox.put(event_table.record(name, self._source, self._now(), fields))
+            self._outbox.put(record(name, self._source, self._now(), fields))
         except ValueError as error:  # a mistake in this package, which tests find; the job matters more
             logger.error("events: %s; it is not written", error)
 
@@ -185,9 +181,9 @@ class Events:
     def _now(self) -> EventTime:
         return EventTime(time.time(), time.monotonic(), self._round())
 
-    def _write(self, record: dict[str, Value]) -> None:
+    def _write(self, event: dict[str, Value]) -> None:
         self._report_missing()
-        if not self._append(record):
+        if not self._append(event):
             self._lost += 1
 
     def _report_missing(self) -> None:
@@ -196,13 +192,13 @@ class Events:
         if missing == self._reported:
             return
         own: dict[str, Value] = {"count": missing - self._reported}
-        if self._append(event_table.record(DROPPED, self._source, self._now(), own)):
+        if self._append(record(DROPPED, self._source, self._now(), own)):
             self._reported = missing
 
-    def _append(self, record: dict[str, Value]) -> bool:
+    def _append(self, event: dict[str, Value]) -> bool:
         assert self._file is not None
         try:
-            self._file.write(json.dumps(record, separators=(",", ":"), allow_nan=False).encode() + b"\n")
+            self._file.write(json.dumps(event, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have, or not a file name
             if not self._failing:
                 logger.warning("events: cannot write to %s: %s; events are dropped until it works", self._path, error)
@@ -226,10 +222,8 @@ def exporters(environ: Mapping[str, str]) -> tuple[str, ...]:
     if not any(environ.get(name) for name in ASKED_BY) or environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return ()
     name = environ.get(EXPORTER) or "otlp"
-    if name == "none":
-        return ()
     if name != "otlp":
-        return (name,)
+        return () if name == "none" else (name,)
     protocol = next((environ[each] for each in _PROTOCOLS if environ.get(each)), "")
     return (_OTLP[protocol],) if protocol in _OTLP else tuple(_OTLP.values())
 

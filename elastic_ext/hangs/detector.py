@@ -8,8 +8,8 @@ Progress is a sign of life of the training: an optimizer step, a report, a chang
 between earlier signs in the same phase. It is never less than a floor:
 
 - WAIT_FLOOR_S if every worker has stayed in one call that can only wait for other ranks or for its device, whether it spins there
-  or sleeps, or has a collective that does not complete. The job must be steady: STEADY_GAPS gaps. See `waits` for the calls, and
-  `stacks` for how the agent can be sure;
+  or sleeps, or has a collective that does not complete. The job must be steady: STEADY_GAPS gaps. See `wait_of` for the calls,
+  and `stacks` for how the agent can be sure;
 - IDLE_FLOOR_S if no worker does anything: no processor time, no reading, writing, sending or receiving;
 - WORKING_FLOOR_S if a worker works: the others may be waiting for its unreported evaluation or save. The same floor applies if
   a worker sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
@@ -23,12 +23,147 @@ START_FACTOR times hang_timeout if no worker does anything. Long phases, and a s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_ext.base.collectives import Collective
-from elastic_ext.hangs.waits import WaitFor, threads
+
+# What a worker waits for, by its stacks, which are in faulthandler's format, innermost frame first, with the main thread last.
+#
+# These tables are stricter than `waits_for_others`, which only orders suspects: a mistake here would end a healthy job. So a
+# frame counts only if the call that it makes can do nothing but wait for other ranks, or for this rank's own device. Not
+# recognised, because the same frame may do the rank's own part (the flight recorder knows better, where it is on):
+#
+# - `loss.item()` and the like in the script, where many scripts on GPUs wait: any C code may be called from that line;
+# - the backward pass: on the CPU it computes in the main thread;
+# - a launch of a kernel that waits because the device's queue is full: its frame is that of the operation;
+# - what computes inside torch.distributed: DTensor, pipelines, state dicts, checkpoints, pickling of objects to send.
+
+
+class WaitFor(Enum):
+    """What a worker waits for. DEVICE: perhaps for other ranks as well.
+
+    QUEUED, BEGUN: wherever its main thread is. QUEUED: perhaps for its own device, too.
+    """
+
+    NOTHING = "nothing that is known"
+    RANKS = "other ranks"
+    DEVICE = "its device"
+    QUEUED = "a collective that does not complete"
+    BEGUN = "a collective that has begun and does not complete"
+
+
+@dataclass(frozen=True)
+class Frame:
+    path: str
+    function: str
+
+    def is_in(self, path: str, functions: tuple[str, ...] = ()) -> bool:
+        """functions: (): any."""
+        return self.path.endswith(path) and (not functions or self.function in functions)
+
+
+_FRAME = re.compile(r'  File "(.*)", line \d+ in (.*)')
+_THREADS = re.compile(r"^(?=(?:Thread|Current thread) 0x)", re.MULTILINE)
+
+_C10D = "/torch/distributed/distributed_c10d.py"
+_FUNCTIONAL = "/torch/distributed/_functional_collectives.py"
+_FSDP_GROUP = "/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py"
+_COLLECTIVES = (
+    _C10D,
+    _FUNCTIONAL,
+    "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
+    _FSDP_GROUP,
+    "/torch/nn/parallel/distributed.py",
+)
+_OPERATOR = ("/torch/_ops.py", ("__call__",))  # waits for others where a functional collective calls it
+# What these do may take long without any other rank: pickling, connecting all ranks, closing the connections.
+_OWN_PART = (
+    (_C10D, ("_object_to_tensor", "_tensor_to_object", "init_process_group", "_new_process_group_helper", "new_group")),
+    (_C10D, ("_create_process_group_wrapper",)),
+    (_C10D, ("split_group", "destroy_process_group", "_shutdown_backend", "_abort_process_group", "shrink_group")),
+    (_FUNCTIONAL, ("__torch_dispatch__",)),  # computes with the result
+)
+_SYNCHRONISING = (
+    (_C10D, ("barrier",)),  # NCCL's waits for all that the device has been asked for before, too
+    (_FSDP_GROUP, ("finalize_backward",)),  # for gradients on their way to the CPU
+    ("/torch/cuda/__init__.py", ("synchronize",)),
+    ("/torch/cuda/streams.py", ("synchronize",)),
+    ("/torch/accelerator/__init__.py", ("synchronize",)),
+)
+# The innermost frames of threads that wait for work, or for the end of another thread's.
+_IDLE = (
+    ("/threading.py", ("wait", "join", "_wait_for_tstate_lock", "acquire", "__enter__")),
+    ("/queue.py", ("get",)),
+    ("/selectors.py", ("select",)),
+    ("/socket.py", ("accept", "readinto")),
+    ("/socketserver.py", ("serve_forever",)),
+    ("/subprocess.py", ("_try_wait", "_communicate")),
+    ("/concurrent/futures/thread.py", ("_worker",)),
+    ("/multiprocessing/connection.py", ("wait", "poll", "_poll", "_recv", "accept")),
+    ("/multiprocessing/popen_fork.py", ("poll",)),
+    ("/multiprocessing/synchronize.py", ("acquire", "__enter__")),
+)
+
+
+def threads(stacks: str) -> list[str]:
+    """Return the text of each thread with its heading, the main thread last; "" for that if it is not there."""
+    found = _THREADS.split(stacks)[1:]
+    cut = stacks.rstrip().endswith("\n...")  # faulthandler lists 100 threads at most, and the main thread last
+    return [*found, ""] if cut or not found else found
+
+
+def main_thread_first(stacks: str, limit: int) -> str:
+    """Return the beginning, for people: where the main thread is comes first, and then the other threads. limit: characters."""
+    *others, main = threads(stacks)
+    return "\n".join(text.rstrip() for text in (main, *others) if text)[:limit]
+
+
+def wait_of(stacks: str) -> WaitFor:
+    """Return what the call waits for in which the main thread is."""
+    return _wait_of(_frames(threads(stacks)[-1]))
+
+
+def _wait_of(frames: list[Frame]) -> WaitFor:
+    if not frames:
+        return WaitFor.NOTHING
+    inner, caller = frames[0], frames[1] if len(frames) > 1 else Frame("", "")
+    frame = caller if inner.is_in(*_OPERATOR) and caller.is_in(_FUNCTIONAL) else inner
+    if any(frame.is_in(*each) for each in _OWN_PART):
+        return WaitFor.NOTHING
+    if any(inner.is_in(*each) for each in _SYNCHRONISING):
+        return WaitFor.DEVICE
+    return WaitFor.RANKS if any(frame.is_in(path) for path in _COLLECTIVES) else WaitFor.NOTHING
+
+
+def others_idle(stacks: str) -> bool:
+    """Return whether all other threads that run Python code wait for work.
+
+    A thread without Python code, such as one of NCCL's, is not in the stacks, or has no frame there.
+    """
+    return all(_is_idle(frames) for frames in _other_threads(stacks))
+
+
+def others_wait(stacks: str) -> bool:
+    """Return whether all other threads that run Python code wait: for work, for other ranks or for the device."""
+    return all(_is_idle(frames) or _wait_of(frames) is not WaitFor.NOTHING for frames in _other_threads(stacks))
+
+
+def _other_threads(stacks: str) -> list[list[Frame]]:
+    return [frames for thread in threads(stacks)[:-1] if (frames := _frames(thread))]
+
+
+def _is_idle(frames: list[Frame]) -> bool:
+    return any(frames[0].is_in(*each) for each in _IDLE)
+
+
+def _frames(thread: str) -> list[Frame]:
+    return [Frame(*match.groups()) for line in thread.splitlines() if (match := _FRAME.fullmatch(line))]
+
+
+# Whether the job hangs.
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.
 WAIT_FLOOR_S = {WaitFor.RANKS: 15.0, WaitFor.BEGUN: 15.0, WaitFor.QUEUED: 60.0, WaitFor.DEVICE: 60.0}
@@ -56,12 +191,11 @@ STEADY_GAPS = 20  # in this phase; fewer do not show how long a step may take
 STAY_SHARE = 0.8  # of that limit: a worker has not left its call for this long, no matter what it did before
 LATE_S = 10.0  # a check this late means that the machine had stopped, not the workers
 
-STOPPED, ASLEEP_IN_KERNEL = "T", "D"
+WITHOUT_HANDLERS = STOPPED, ASLEEP_IN_KERNEL = "T", "D"  # states in which a process handles no signal
 CERTAIN, LIKELY, UNLIKELY = 0, 1, 2  # whether a worker is the one that the others wait for
 STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
-CALL_CHECK_SHARE = (
-    0.2  # of the limit of a wait: from then on the agent checks whether the workers stay; leaves time for STAY_SHARE
-)
+# Of the limit of a wait: from then on the agent checks whether the workers stay; leaves time for STAY_SHARE.
+CALL_CHECK_SHARE = 0.2
 # Between later checks, and between reads of the process stats while this node claims a stall. No node checks again when the last
 # one claims, so a claim may be this old, and older where an agent is late. The stays of all nodes must have a moment in common
 # all the same: each lasts for 12 s at least.
@@ -149,7 +283,6 @@ def assess(workers: Sequence[WorkerStatus], fixed_s: float | None = None) -> Ass
 
 
 def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float | None) -> Assessment:
-    """Compare how long each has been quiet with its limit."""
     for worker in workers:
         limit = limit_s(worker, activity, fixed_s)
         if worker.quiet_s < limit:
@@ -158,7 +291,11 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
     lowest = min((worker.steps, worker.reports) for worker in workers)
     behind = tuple(worker.rank for worker in workers if (worker.steps, worker.reports) == lowest)
     longest_s = max(limit_s(worker, activity, fixed_s) for worker in workers)
-    where = f"; each waits for {_waited_for(workers)}" if activity is Activity.WAIT else ""
+    waits = {worker.wait for worker in workers}
+    if WaitFor.DEVICE in waits:
+        waits.add(WaitFor.RANKS)  # the device may wait for them
+    found = " or ".join(wait.value for wait in WaitFor if wait in waits)
+    where = f"; each waits for {found}" if activity is Activity.WAIT else ""
     return Assessment(
         True,
         behind,
@@ -167,15 +304,7 @@ def _compare(workers: Sequence[WorkerStatus], activity: Activity, fixed_s: float
     )
 
 
-def _waited_for(workers: Sequence[WorkerStatus]) -> str:
-    found = {worker.wait for worker in workers}
-    if WaitFor.DEVICE in found:
-        found.add(WaitFor.RANKS)  # the device may wait for them
-    return " or ".join(wait.value for wait in WaitFor if wait in found)
-
-
 def is_imminent(worker: WorkerStatus, fixed_s: float | None) -> bool:
-    """Return whether the worker was quiet for IMMINENT_SHARE of its limit and idle for IMMINENT_IDLE_SHARE of it."""
     limit = limit_s(worker, Activity.NONE, fixed_s)
     if worker.asleep_in_kernel and limit < limit_s(worker, Activity.KERNEL, fixed_s):
         return False
@@ -280,17 +409,10 @@ def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: fl
 
 
 @dataclass(frozen=True)
-class Stuck:
+class Stuck(WorkerStatus):
     """One worker of a node that hangs, after all workers were asked for their stacks."""
 
-    # rank, steps, reports, quiet_s, phase, state: see WorkerStatus
-    rank: int
-    steps: int
-    reports: int
-    quiet_s: float
-    phase: str
-    state: str
-    condition: str  # what it does, for people; see `condition`
+    condition: str = ""  # what it does, for people; see `condition`
     stack: str = ""  # the stacks of its threads, the main thread's last; "": not available
     collective: Collective | None = None  # which of its collectives does not complete; None: not known
 
@@ -384,7 +506,6 @@ def window_s(fixed_s: float | None = None) -> float:
 
 
 def _often_s(fixed_s: float | None) -> float:
-    """Return the longest time between two checks."""
     # The first step, or the end of an evaluation, can shorten the limits to this floor.
     return (IDLE_FLOOR_S if fixed_s is None else fixed_s) / 2
 

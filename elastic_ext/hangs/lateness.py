@@ -144,17 +144,14 @@ class Late:
 
     @property
     def share(self) -> float:
-        """Return the part of a step."""
         return self.median_us / self.step_us if self.step_us > 0 else 0.0
 
     @property
     def counts(self) -> bool:
-        """Return whether it is late, in this window."""
         least = SHARE * self.step_us
         return self.error_us is not None and self.median_us - self.error_us >= least and self.low_us >= least / 2
 
     def less(self, by_us: float) -> Late:
-        """Return it with so much less lateness."""
         return replace(self, median_us=self.median_us - by_us, p90_us=self.p90_us - by_us, low_us=self.low_us - by_us)
 
 
@@ -237,16 +234,8 @@ def _of_group(
 
 def _late(host: str, rank: int, group: str, late_us: Sequence[float], error_us: float | None, step_us: float) -> Late:
     ordered = sorted(late_us)
-    return Late(
-        host,
-        rank,
-        group,
-        statistics.median(ordered),
-        ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
-        ordered[len(ordered) // 4],
-        error_us,
-        step_us,
-    )
+    p90_us, low_us = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], ordered[len(ordered) // 4]
+    return Late(host, rank, group, statistics.median(ordered), p90_us, low_us, error_us, step_us)
 
 
 def _lateness(at_us: Mapping[int, Sequence[float]], per_step: int) -> tuple[dict[int, list[float]], list[bool]]:
@@ -331,8 +320,6 @@ def _error_us(place: int, clocks: Mapping[int, Alignment], waits: float) -> floa
 
 @dataclass(frozen=True)
 class Streak:
-    """For how many comparisons something has been late."""
-
     late: Late
     count: int  # comparisons in which it was late
     missed: int  # how many it has not been late in since
@@ -377,7 +364,6 @@ def _much(before: Streak | None, after: Streak, now: float) -> Streak:
 
 
 def named(streaks: Streaks) -> list[Streak]:
-    """Return what is named, the latest first."""
     found = [each for each in streaks.values() if each.named]
     return sorted(found, key=lambda each: -each.late.share)[:MAX_LATE]
 
@@ -387,13 +373,5 @@ def to_replace(found: Iterable[Streak], now: float, after_s: float) -> Streak | 
 
     found: see `named`.
     """
-    return next(
-        (
-            each
-            for each in found
-            if each.much_since is not None
-            and not (each.unseen or each.missed or each.much_missed)
-            and now - each.much_since >= after_s
-        ),
-        None,
-    )
+    still = (each for each in found if not (each.unseen or each.missed or each.much_missed))
+    return next((each for each in still if each.much_since is not None and now - each.much_since >= after_s), None)

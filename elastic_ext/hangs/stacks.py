@@ -31,11 +31,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from elastic_ext.base.wakeup import milliseconds
-from elastic_ext.hangs import detector, process_stats, waits
-from elastic_ext.hangs.process_stats import ProcessStats, Rates
-from elastic_ext.workers import pidfds
+from elastic_ext.hangs import detector, process_stats
+from elastic_ext.workers import pidfds, worker_env
 from elastic_ext.workers.progress import Progress, ProgressTable
-from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +60,7 @@ def dump_all(paths: Mapping[int, str], wait_s: float = WAIT_S) -> dict[int, str]
     sizes, writing, ends = dict(before), set(), select.poll()
     with _opened(paths) as pidfds_of:
         for pid, pidfd in pidfds_of.items():
-            if _send(pidfd, pid, STACKS_SIGNAL):
+            if _send(pidfd, pid, worker_env.STACKS_SIGNAL):
                 writing.add(pid)
                 if pidfd is not None:
                     ends.register(pidfd, select.POLLIN)
@@ -93,7 +91,8 @@ def ask(pid: int) -> bool:
     Call this only for a worker whose progress row says that it answers (`answers`), which is also where it does.
     """
     with _opened([pid]) as pidfds_of:
-        return pid in pidfds_of and not _has(pid, "SigBlk", ANSWER_SIGNAL) and _send(pidfds_of[pid], pid, ANSWER_SIGNAL)
+        number = worker_env.ANSWER_SIGNAL
+        return pid in pidfds_of and not _has(pid, "SigBlk", number) and _send(pidfds_of[pid], pid, number)
 
 
 @contextmanager
@@ -145,7 +144,7 @@ def _read(path: str, start: int) -> str:
 
 def without_our_thread(text: str) -> str:
     """Return stacks without the thread of the bootstrap, which says nothing about the script."""
-    return "".join(thread for thread in waits.threads(text) if _OURS not in thread)
+    return "".join(thread for thread in detector.threads(text) if _OURS not in thread)
 
 
 def _size(path: str) -> int:
@@ -160,16 +159,16 @@ class Stay:
     """A worker that has not left its call."""
 
     since: float  # monotonic seconds
-    wait: waits.WaitFor  # what the call waits for
+    wait: detector.WaitFor  # what the call waits for
     answers: int  # see Progress; another count means that it has left the call
     others_idle: bool  # its other Python threads waited for work when this began
-    stats: ProcessStats  # of its family, when this began
+    stats: process_stats.ProcessStats  # of its family, when this began
     confirmed: bool = False  # they did when the node was about to claim a stall, too
     outstanding_ns: int = 0  # see Progress. Not 0: it waits for that collective, and its main thread may do what it likes.
 
     def of(self, row: Progress) -> Stay:
         """Return the stay as one in the collective of this row that does not complete."""
-        wait = waits.WaitFor.BEGUN if row.outstanding_begun else waits.WaitFor.QUEUED
+        wait = detector.WaitFor.BEGUN if row.outstanding_begun else detector.WaitFor.QUEUED
         return replace(self, wait=wait, outstanding_ns=row.outstanding_ns)
 
 
@@ -179,7 +178,7 @@ class CallChecks:
     def __init__(self) -> None:
         self._stays: dict[int, Stay] = {}  # by local rank
         self._first: dict[int, Stay] = {}  # the same of workers for which `stay_of` found nothing that they wait for
-        self._at, self._stats = -math.inf, dict[int, ProcessStats]()  # at the last update, by local rank
+        self._at, self._stats = -math.inf, dict[int, process_stats.ProcessStats]()  # at the last update, by local rank
         self._next = -math.inf  # when to check again those that do not stay
         self._gap_s = FIRST_GAP_S
 
@@ -204,10 +203,10 @@ class CallChecks:
         if all(local_rank in stats and can_answer(rows[local_rank], stats[local_rank]) for local_rank in others):
             self._check_calls(others, rows, stacks_files, stats, now)
 
-    def stay(self, local_rank: int, now: float) -> tuple[waits.WaitFor, float]:
+    def stay(self, local_rank: int, now: float) -> tuple[detector.WaitFor, float]:
         """Return what this worker waits for and for how many seconds it has done nothing else."""
         stay = self._stays.get(local_rank)
-        return (stay.wait, now - stay.since) if stay is not None else (waits.WaitFor.NOTHING, 0.0)
+        return (stay.wait, now - stay.since) if stay is not None else (detector.WaitFor.NOTHING, 0.0)
 
     def confirm(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> bool:
         """Return whether the stacks still show what they did when each stay began; end the stays whose stacks do not.
@@ -222,11 +221,11 @@ class CallChecks:
                 self._stays[local_rank] = replace(stay, confirmed=True)
         return self._stays.keys() >= pids.keys()
 
-    def rates(self, local_rank: int) -> Rates:
+    def rates(self, local_rank: int) -> process_stats.Rates:
         """Return this worker's rates since it has been in its call; not known for one that does not stay."""
         stay = self._stays.get(local_rank)
         if stay is None or self._at <= stay.since:
-            return Rates()
+            return process_stats.Rates()
         return process_stats.rates(stay.stats, self._stats[local_rank], self._at - stay.since)
 
     def left_s(self, pids: Mapping[int, int], now: float) -> float:
@@ -238,7 +237,7 @@ class CallChecks:
         pids: Mapping[int, int],
         rows: Mapping[int, Progress],
         stacks_files: Mapping[int, str],
-        stats: Mapping[int, ProcessStats],
+        stats: Mapping[int, process_stats.ProcessStats],
         now: float,
     ) -> None:
         asked = {local_rank: pid for local_rank, pid in pids.items() if ask(pid)}
@@ -247,7 +246,7 @@ class CallChecks:
             before = self._first.pop(local_rank, None)
             stay = stay_of(dumps.get(pid, ""), rows[local_rank], stats[local_rank], now, before)
             if stay is not None:
-                (self._first if stay.wait is waits.WaitFor.NOTHING else self._stays)[local_rank] = stay
+                (self._first if stay.wait is detector.WaitFor.NOTHING else self._stays)[local_rank] = stay
 
 
 class FirstAnswers:
@@ -288,12 +287,12 @@ def _dumps(paths: Mapping[int, str]) -> dict[int, str]:
     return dumps
 
 
-def can_dump(row: Progress, stats: ProcessStats) -> bool:
+def can_dump(row: Progress, stats: process_stats.ProcessStats) -> bool:
     """Return whether this worker would dump its stacks at once: one that is stopped, or asleep in the kernel, runs no handler."""
-    return row.stacks_armed and stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL)
+    return row.stacks_armed and stats.state not in detector.WITHOUT_HANDLERS
 
 
-def can_answer(row: Progress, stats: ProcessStats) -> bool:
+def can_answer(row: Progress, stats: process_stats.ProcessStats) -> bool:
     """Return whether this worker may be sent the signals, and would answer: it has done so before.
 
     A library can replace the handler, and then no answer means nothing.
@@ -301,14 +300,14 @@ def can_answer(row: Progress, stats: ProcessStats) -> bool:
     return row.answers > 1 and row.stacks_armed and may_be_asked(row, stats)
 
 
-def may_be_asked(row: Progress, stats: ProcessStats) -> bool:
+def may_be_asked(row: Progress, stats: process_stats.ProcessStats) -> bool:
     """Return whether this worker has had the handler, and is in a state to answer."""
     if not row.answers or row.phase == "exit" or stats.debugged or stats.awaits_signal is not False:
         return False
-    return stats.state not in (detector.STOPPED, detector.ASLEEP_IN_KERNEL) and not stats.asleep_in_kernel
+    return stats.state not in detector.WITHOUT_HANDLERS and not stats.asleep_in_kernel
 
 
-def stay_of(text: str, row: Progress, stats: ProcessStats, now: float, before: Stay | None) -> Stay | None:
+def stay_of(text: str, row: Progress, stats: process_stats.ProcessStats, now: float, before: Stay | None) -> Stay | None:
     """Return the stay that a worker's stacks show; None if it may do its own part.
 
     It waits for nothing that is known while only its other threads are seen to wait: a worker asks its recorder late. Once that
@@ -317,12 +316,12 @@ def stay_of(text: str, row: Progress, stats: ProcessStats, now: float, before: S
     text: the stacks. stats: of its family. now: monotonic seconds. before: what the last check found, if that was a wait for
     nothing that is known.
     """
-    wait = waits.wait_of(text)
-    if wait is not waits.WaitFor.NOTHING:
-        return Stay(now, wait, row.answers, waits.others_idle(text), stats)
-    if not text or not waits.others_wait(text):
+    wait = detector.wait_of(text)
+    if wait is not detector.WaitFor.NOTHING:
+        return Stay(now, wait, row.answers, detector.others_idle(text), stats)
+    if not text or not detector.others_wait(text):
         return None
-    stay = Stay(now, waits.WaitFor.NOTHING, 0, True, stats)
+    stay = Stay(now, detector.WaitFor.NOTHING, 0, True, stats)
     if not is_outstanding(row, now):
         return stay
     if before and row.outstanding_ns <= before.since * 1e9 and continues(before.of(row), row, stats, now):
@@ -335,7 +334,7 @@ def is_outstanding(row: Progress, now: float) -> bool:
     return row.outstanding_ns != 0 and now - row.outstanding_at_ns / 1e9 <= RECORDED_S
 
 
-def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> bool:
+def continues(stay: Stay, row: Progress, stats: process_stats.ProcessStats, now: float) -> bool:
     """Return whether the worker still waits for the same, and nothing else of its family has done anything meanwhile."""
     if stats.debugged or stats.asleep_in_kernel or stats.state == detector.STOPPED or _connects(stay.stats, stats):
         return False
@@ -356,11 +355,11 @@ def continues(stay: Stay, row: Progress, stats: ProcessStats, now: float) -> boo
 def still_waits(stay: Stay, text: str) -> bool:
     """Return whether the stacks show what they did when the stay began."""
     if stay.outstanding_ns:
-        return bool(text) and waits.others_wait(text)
-    return waits.wait_of(text) is stay.wait and (waits.others_idle(text) or not stay.others_idle)
+        return bool(text) and detector.others_wait(text)
+    return detector.wait_of(text) is stay.wait and (detector.others_idle(text) or not stay.others_idle)
 
 
-def _connects(before: ProcessStats, now: ProcessStats) -> bool:
+def _connects(before: process_stats.ProcessStats, now: process_stats.ProcessStats) -> bool:
     """Return whether the worker has opened TCP connections.
 
     NCCL connects the ranks of a group within its first collective: one long call, at all ranks at once, that still gets on.

@@ -27,9 +27,6 @@ UNANSWERED_S = 17.0
 # try fails with 36 %: four of them in a row are 1 in 60, six (with the first one) 1 in 460.
 RETRANSMISSIONS = 5
 EXPLAINS_S = 10.0  # the least silence that explains a hang of any kind: well above loss, and not all notice a cut at once
-LONGEST_FACTOR = 2.0  # times a usual gap between signs of life
-STATS_SHARE = 0.45  # of the limit: the process stats are read from then on
-MIN_CHECK_S = 0.1
 MAX_ADDRESSES = 32  # of a node, and that do not answer it
 
 
@@ -113,7 +110,6 @@ def _answered_s(connections: Iterable[TcpConnection]) -> dict[tuple[str, str], f
 
 
 def lasting(reach: Reachability, limit_s: float) -> Reachability:
-    """Leave out what has not lasted for limit_s seconds yet."""
     return Reachability(reach.addresses, tuple(each for each in reach.unanswered if each.for_s >= limit_s))
 
 
@@ -133,7 +129,7 @@ def limit_s(workers: Sequence[detector.WorkerStatus], fixed_s: float | None) -> 
     if fixed_s is not None:
         return fixed_s
     gaps = (detector.gaps_s(worker.gaps) for worker in workers)
-    return max(UNANSWERED_S, *(LONGEST_FACTOR * usual for usual, _ in gaps), 0.0)
+    return max(UNANSWERED_S, *(detector.LONGEST_FACTOR * usual for usual, _ in gaps), 0.0)
 
 
 def is_quiet(workers: Sequence[detector.WorkerStatus], limit_s: float) -> bool:
@@ -145,7 +141,7 @@ def is_quiet(workers: Sequence[detector.WorkerStatus], limit_s: float) -> bool:
 
 def needs_stats(workers: Sequence[detector.WorkerStatus], limit_s: float) -> bool:
     """Return whether all workers have been quiet for so long that their process stats are needed."""
-    return all(each.quiet_s >= STATS_SHARE * limit_s for each in workers)
+    return all(each.quiet_s >= detector.STATS_SHARE * limit_s for each in workers)
 
 
 def window_s(limit_s: float) -> float:
@@ -163,4 +159,4 @@ def next_check_s(workers: Sequence[detector.WorkerStatus], limit_s: float, reach
     until = [share * limit_s - quiet_s for share in (0.5, 1.0)]
     if reach is not None:
         until += [min(detector.CALL_CHECK_S, limit_s / 2), *(limit_s - each.for_s for each in reach.unanswered)]
-    return max(MIN_CHECK_S, min((left_s for left_s in until if left_s > 0), default=limit_s / 2))
+    return max(detector.MIN_CHECK_S, min((left_s for left_s in until if left_s > 0), default=limit_s / 2))

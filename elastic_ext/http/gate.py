@@ -22,12 +22,10 @@ import socket
 import ssl
 import threading
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import ModuleType
-from typing import TypeVar
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.files import read_text
@@ -60,13 +58,10 @@ FILE_KEYS = ("cert_file", "key_file", CLIENT_CA)
 TLS_KEYS = (*FILE_KEYS, "client_auth_type", "min_version", "max_version")
 _HASH = re.compile(r"\$2[aby]\$(?P<cost>\d\d)\$[./A-Za-z0-9]{53}")
 
-_Value = TypeVar("_Value")
 _Stamps = tuple[tuple[int, int, int] | None, ...]
 
 
 class Verdict(Enum):
-    """What becomes of a request."""
-
     ALLOWED = "allowed"
     REFUSED = "refused"
     LATER = "later"  # too many passwords wait to be checked
@@ -83,7 +78,8 @@ class Gate:
         self.tls = self.config.context is not None  # whether connections are encrypted; this does not change
         self._retry_at = 0.0  # time.monotonic()
         self._problem = ""  # the last one shown
-        self._verified = Verified()
+        # The passwords that were right, as keyed digests; one per user.
+        self._key, self._right = secrets.token_bytes(32), dict[str, bytes]()
         # readable when there are new `verdicts`; the server forgets clients there who are gone, and closes it
         self.checks = Checks(lambda password, hashed: library("bcrypt", "bcrypt", path).checkpw(password, hashed))
 
@@ -104,7 +100,8 @@ class Gate:
             return Verdict.REFUSED
         user, password = login
         hashed = users.get(user)
-        if hashed is not None and self._verified.knows(user, hashed, password):
+        known = self._right.get(user, b"")
+        if hashed is not None and hmac.compare_digest(known, self._digest(hashed, password)):  # always takes the same time
             return Verdict.ALLOWED
         try:
             stand_in = next(iter(users.values()))
@@ -118,8 +115,11 @@ class Gate:
         """Yield each client whose password has been checked since the last call, or will not be."""
         for login, right in self.checks.results():
             if right:
-                self._verified.add(login.user, login.hashed, login.password)
+                self._right[login.user] = self._digest(login.hashed, login.password)
             yield login.client, {True: Verdict.ALLOWED, False: Verdict.REFUSED, None: Verdict.LATER}[right]
+
+    def _digest(self, hashed: bytes, password: bytes) -> bytes:
+        return hmac.digest(self._key, hashed + password, "sha256")  # all hashes have one length
 
     def _refresh(self) -> None:
         """Read the files again if one has changed. While they are wrong, what was read before stays in force."""
@@ -227,16 +227,12 @@ def _stamps(files: tuple[str, ...]) -> _Stamps:
     return tuple(map(stamp, files))
 
 
-class _Wrong(ValueError):
-    """What is wrong with the file, and what to do."""
-
-
 def _section(name: str, value: object, known: tuple[str, ...]) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise _Wrong(f"{name} is {type(value).__name__}, expected {', '.join(known)}")
+        raise ValueError(f"{name} is {type(value).__name__}, expected {', '.join(known)}")
     for key in value:
         if key not in known:
-            raise _Wrong(f"{name} has {key!r}, which this server does not support: expected {', '.join(known)}; remove it")
+            raise ValueError(f"{name} has {key!r}, which this server does not support: expected {', '.join(known)}; remove it")
     return value
 
 
@@ -246,29 +242,31 @@ def _files(section: Mapping[str, object], folder: str) -> tuple[str, ...]:
     for key in FILE_KEYS:
         name = section.get(key)
         if name is None and key != CLIENT_CA:
-            raise _Wrong(f"tls_server_config has no {key}: expected cert_file and key_file")
+            raise ValueError(f"tls_server_config has no {key}: expected cert_file and key_file")
         if name is not None and not (isinstance(name, str) and name):
-            raise _Wrong(f"tls_server_config.{key} is {name!r}, expected the name of a file")
+            raise ValueError(f"tls_server_config.{key} is {name!r}, expected the name of a file")
         found += [os.path.join(folder, name)] if isinstance(name, str) else []
     return tuple(found)
 
 
 def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLContext:
-    def choice(key: str, default: str, values: Mapping[str, _Value]) -> _Value:
+    def choice(key: str, default: str, values: Iterable[str]) -> str:
         value = section.get(key, default)
         if not isinstance(value, str) or value not in values:
-            raise _Wrong(f"tls_server_config.{key} is {value!r}, expected one of {', '.join(values)}")
-        return values[value]
+            raise ValueError(f"tls_server_config.{key} is {value!r}, expected one of {', '.join(values)}")
+        return value
 
     certificate, key, *authorities = files
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    client_auth = choice("client_auth_type", "NoClientCert", CLIENT_AUTH)
+    client_auth = CLIENT_AUTH[choice("client_auth_type", "NoClientCert", CLIENT_AUTH)]
     if bool(authorities) == (client_auth is ssl.CERT_NONE):
         wrong = "client_ca_file without client_auth_type" if authorities else "client_auth_type without client_ca_file"
-        raise _Wrong(f"tls_server_config has {wrong}: expected both (client_auth_type: RequireAndVerifyClientCert), or neither")
-    lowest, highest = choice("min_version", "TLS12", VERSIONS), choice("max_version", "TLS13", VERSIONS)
+        raise ValueError(
+            f"tls_server_config has {wrong}: expected both (client_auth_type: RequireAndVerifyClientCert), or neither"
+        )
+    lowest, highest = VERSIONS[choice("min_version", "TLS12", VERSIONS)], VERSIONS[choice("max_version", "TLS13", VERSIONS)]
     if lowest > highest:
-        raise _Wrong("tls_server_config: min_version is above max_version")
+        raise ValueError("tls_server_config: min_version is above max_version")
     made.minimum_version, made.maximum_version = lowest, highest
     made.options |= ssl.OP_NO_RENEGOTIATION  # by which a client could make the server compute at will
     seen = certificate
@@ -281,7 +279,7 @@ def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLCont
             made.load_verify_locations(seen)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         why = error.strerror or str(error) if isinstance(error, OSError) else str(error)
-        raise _Wrong(f"{seen}: {why}: expected PEM files, the key without a password") from error
+        raise ValueError(f"{seen}: {why}: expected PEM files, the key without a password") from error
     made.verify_mode = client_auth
     return made
 
@@ -289,15 +287,17 @@ def _context(section: Mapping[str, object], files: Sequence[str]) -> ssl.SSLCont
 def _users(section: object) -> Iterator[tuple[str, bytes]]:
     """The messages hold no hash: the log has more readers than the file."""
     if not isinstance(section, dict):
-        raise _Wrong(f"basic_auth_users is {type(section).__name__}, expected names with bcrypt hashes")
+        raise ValueError(f"basic_auth_users is {type(section).__name__}, expected names with bcrypt hashes")
     for user, hashed in section.items():
         if not isinstance(user, str) or ":" in user:
-            raise _Wrong(f"basic_auth_users has {user!r}, expected a name without a colon; quote it")
+            raise ValueError(f"basic_auth_users has {user!r}, expected a name without a colon; quote it")
         found = _HASH.fullmatch(hashed) if isinstance(hashed, str) else None
         if found is None:
-            raise _Wrong(f"basic_auth_users.{user} is not a bcrypt hash ($2y$10$...): make one with `htpasswd -nBC 10 {user}`")
+            raise ValueError(
+                f"basic_auth_users.{user} is not a bcrypt hash ($2y$10$...): make one with `htpasswd -nBC 10 {user}`"
+            )
         if not 4 <= int(found["cost"]) <= MAX_COST:
-            raise _Wrong(f"basic_auth_users.{user} has bcrypt's cost {found['cost']}, expected 4 to {MAX_COST}")
+            raise ValueError(f"basic_auth_users.{user} has bcrypt's cost {found['cost']}, expected 4 to {MAX_COST}")
         yield user, hashed.encode()
 
 
@@ -310,7 +310,7 @@ def _refuse_twice(node: object) -> None:
     names = [str(key.value) for key, _ in pairs]
     for name in names:
         if names.count(name) > 1:
-            raise _Wrong(f"{name!r} is there twice: keep one")
+            raise ValueError(f"{name!r} is there twice: keep one")
     for _, below in pairs:
         _refuse_twice(below)
 
@@ -342,23 +342,6 @@ def superfluous(waiting: Sequence[Login], wrong: Mapping[str, int]) -> Login | N
     return waiting[max(range(len(waiting)), key=blame)]
 
 
-class Verified:
-    """The passwords that were right, as keyed digests; one per user. Comparing always takes the same time."""
-
-    def __init__(self) -> None:
-        self._key = secrets.token_bytes(32)
-        self._digests: dict[str, bytes] = {}
-
-    def add(self, user: str, hashed: bytes, password: bytes) -> None:
-        self._digests[user] = self._digest(hashed, password)
-
-    def knows(self, user: str, hashed: bytes, password: bytes) -> bool:
-        return hmac.compare_digest(self._digests.get(user, b""), self._digest(hashed, password))
-
-    def _digest(self, hashed: bytes, password: bytes) -> bytes:
-        return hmac.digest(self._key, hashed + password, "sha256")  # all hashes have one length
-
-
 class Checks:
     """The thread and its queue. Its results make `fileno()` readable. The thread starts with the first login.
 
@@ -371,8 +354,8 @@ class Checks:
         self._changed = threading.Condition()
         self._closing = False
         self._waiting: list[Login] = []
-        self._wrong: OrderedDict[str, int] = OrderedDict()
-        self._results: deque[tuple[Login, bool | None]] = deque()
+        self._wrong: dict[str, int] = {}  # by address, the latest last
+        self._results: list[tuple[Login, bool | None]] = []
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread: threading.Thread | None = None
 
@@ -408,8 +391,7 @@ class Checks:
         except BlockingIOError:
             return []
         with self._changed:
-            found = list(self._results)
-            self._results.clear()
+            found, self._results = self._results, []
         return found
 
     def close(self) -> None:
@@ -456,7 +438,7 @@ class Checks:
             return
         self._wrong[address] = self._wrong.pop(address, 0) + 1
         while len(self._wrong) > MAX_ADDRESSES:
-            self._wrong.popitem(last=False)
+            del self._wrong[next(iter(self._wrong))]
 
     def _report(self, login: Login, right: bool | None) -> None:
         self._results.append((login, right))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import hashlib
 import json
 import logging
@@ -17,13 +16,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http import HTTPStatus
 from importlib import resources
 
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder, write_to_textfile
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import Collector
 
 from elastic_ext.base.wakeup import Wakeup, readable
 
@@ -123,7 +122,6 @@ class Page:
     made_at: float = 0.0  # when it was begun (time.monotonic()); 0: it does not change
 
     def encoded(self) -> bytes:
-        """Return it as HTTP/1.0 sends it."""
         head = (
             *(f"HTTP/1.0 {self.status.value} {self.status.phrase}", *self.headers),
             *(f"Content-Type: {self.content_type}", f"Content-Length: {len(self.body)}", "Connection: close", "\r\n"),
@@ -226,7 +224,7 @@ class LastScrape:
         def scrape(accept: str) -> Page:
             page = make(accept)
             ended = self.ended_at is not None and page.made_at >= self.ended_at  # not one that was kept from before
-            return dataclasses.replace(page, sent=self._note) if ended and page.status is HTTPStatus.OK else page
+            return replace(page, sent=self._note) if ended and page.status is HTTPStatus.OK else page
 
         return {**pages, METRICS: scrape}
 

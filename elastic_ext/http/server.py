@@ -210,7 +210,9 @@ class _Server:
 
     def _serve_events(self) -> None:
         """Wait for events and handle them. Answer whole requests before any client loses its slot."""
-        ready = [key.data for key, _ in self._selector.select(self._next_deadline_s())]
+        due = [client.deadline for client in self._clients] + ([self._accept_at] if self._accept_at is not None else [])
+        left_s = max(0.0, min(due) - time.monotonic()) if due else None
+        ready = [key.data for key, _ in self._selector.select(left_s)]
         began = time.thread_time()
         for client in ready:
             if isinstance(client, _Client):
@@ -227,11 +229,6 @@ class _Server:
         if None in ready and not self._stopping:
             self._accept(now)
         self._budget.spend(time.thread_time() - began, now)
-
-    def _next_deadline_s(self) -> float | None:
-        due = [client.deadline for client in self._clients]
-        due += [self._accept_at] if self._accept_at is not None else []
-        return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _accept(self, now: float) -> None:
         if (wait_s := self._budget.wait_s(now)) > 0:

@@ -90,7 +90,7 @@ class NoSuchJob(UsageError):
 
 @dataclass(frozen=True)
 class NodeText:
-    """What a node reports of itself for people (`status.status_records`), as it was read.
+    """What a node reports of itself for people (`status.job_status`), as it was read.
 
     version: another number means that the node has reported again; the same number, that it has not.
     """

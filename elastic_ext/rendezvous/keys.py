@@ -35,7 +35,7 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     charges/NUMBER  empty; while it exists, one restart counts against the budget. Lease: its own, of the setting
                     `budget_window`.
                     Written by the leader with the verdict, and counted by the leader.
-    reports/ID      a status.status_records.NodeReport, for people. Lease: node; of a job that has ended: job.
+    reports/ID      a status.job_status.NodeReport, for people. Lease: node; of a job that has ended: job.
                     Written by that node when its state changes, else every 15 s. Read by any agent that serves the status.
     joins/HOST/ROUND  empty: with this round, that host joined a job that was under way. Lease: its own, of rounds.JOIN_WINDOW_S.
                     Written and counted by that host's nodes.

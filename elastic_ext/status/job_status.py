@@ -1,20 +1,258 @@
-"""Builds the status of a whole job from the records of a rendezvous and the reports of its nodes. Pure."""
+"""The status of a whole job as one document: what the page shows and `elastic-ext status` prints. `build` makes it from the
+records of a rendezvous and the reports of its nodes. Pure.
+
+Every time in it is an age in seconds by one clock: that of the reader. Reports carry ages too, so no two machines' clocks are
+ever compared; a report's ages grow by as long as the reader has seen it unchanged.
+"""
 
 from __future__ import annotations
 
+import json
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
-from elastic_ext.base import goodput
+from elastic_ext.base import goodput, records
 from elastic_ext.base.printable import counted, cut, shown
-from elastic_ext.base.records import RecordError
+from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Seconds, Within
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
-from elastic_ext.status import status_records
-from elastic_ext.status.status_records import Document, Failure, Job, NodeReport, NodeStatus, Refusal, RoundSpan, Unknown
 from elastic_ext.telemetry import families
+
+REPORT_SCHEMA = 1
+MAX_ROUNDS = 50  # the newest are reported
+MAX_WHY = 300  # characters
+
+Step = Annotated[int, Within(0, 2**63 - 1)]
+Ratio = Annotated[float, Within(0, 1e9)]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank, or a host (rank -1), that is late: it issues the collectives of a step later than the others (`hangs.lateness`)."""
+
+    node: NameOrEmpty
+    rank: Rank
+    # late_s, p90_s: per step, median and 90th percentile
+    late_s: Seconds
+    p90_s: Seconds
+    step_s: Seconds
+    share: Ratio  # part of a step that it is late by
+    error_s: Seconds = 0.0  # by how much late_s may be wrong, because the clocks of hosts differ; 0 within a host
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.node}" if self.rank >= 0 else f"{self.node}, with all its ranks,"
+
+    @property
+    def text(self) -> str:
+        clocks = f" (clocks aligned to {self.error_s * 1e3:.2g} ms)" if self.error_s else ""
+        return f"{self.who} is late by {_ms(self.late_s)} of a step of {_ms(self.step_s)}: {self.share:.0%}{clocks}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+@dataclass(frozen=True)
+class RoundSpan:
+    """A round as one agent saw it. began_s, ended_s: ages; ended_s is None while it runs. why: it ended."""
+
+    round: Count
+    began_s: Seconds
+    ended_s: Seconds | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    name: NameOrEmpty  # of its host
+    state: str  # what its agent does, one of `families.STATES`
+    state_s: Seconds = 0.0  # for how long
+    # node_rank, base_rank: its rank, and that of its first worker; -1 before its first round
+    node_rank: Rank = -1
+    base_rank: Rank = -1
+    workers: Count = 0  # number of its workers
+    round: Count = 0
+    # optimizer steps of its slowest worker, counted from what the script reports, or from the checkpoint that the round resumed
+    # from; None if unknown
+    step: Step | None = None
+    steps_per_s: Ratio | None = None  # mean since the first step of the round; None before the second
+    last_step_s: Seconds | None = None  # age of the last step of the worker whose last step is oldest; None before the first
+    # saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first
+    saved_step: Step | None = None
+    saved_s: Seconds | None = None
+    standbys: Count = 0  # warm standbys that are ready
+    stragglers: tuple[Straggler, ...] = ()  # of the whole job; only the node of rank 0 reports them
+    uncompared: str = ""  # why no replicas of one of its workers are compared, though `integrity_every` is set; ""
+    at: str = ""  # wall clock of the node at this moment, as text, for people only
+    rounds: tuple[RoundSpan, ...] = ()  # those that this agent saw, oldest first; only the node of rank 0 reports them
+
+
+def encode_report(report: NodeReport) -> str:
+    """Return a report as JSON, without the fields that say nothing."""
+    known = {name: value for name, value in records.plain(report).items() if value not in (None, [])}
+    return json.dumps({"schema": REPORT_SCHEMA, **known}, separators=(",", ":"))
+
+
+def decode_report(text: str, what: str) -> NodeReport:
+    """Read a report. what: its key, for the message. Raises RecordError."""
+    return records.read(NodeReport, text, what, REPORT_SCHEMA)
+
+
+class RoundHistory:
+    """The last MAX_ROUNDS rounds."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[RoundSpan] = deque(maxlen=MAX_ROUNDS)  # with monotonic times in place of ages
+
+    def entered(self, state: str, round_: int, now: float) -> None:
+        """Note what the agent does from `now` on. state: one of families.STATES."""
+        last = self._rounds[-1] if self._rounds else None
+        runs = last is not None and last.ended_s is None
+        if last is not None and runs and (state != families.RUNNING or round_ != last.round):
+            self._rounds[-1] = replace(last, ended_s=now)
+            runs = False
+        if state == families.RUNNING and not runs:
+            self._rounds.append(RoundSpan(round_, now))
+
+    def explain(self, round_: int, why: str) -> None:
+        """Note why a round ended, unless that is known."""
+        for number, each in enumerate(self._rounds):
+            if each.round == round_ and each.ended_s is not None and not each.why:
+                self._rounds[number] = replace(each, why=why[:MAX_WHY])
+
+    def spans(self, now: float) -> tuple[RoundSpan, ...]:
+        """Return the rounds, oldest first, with ages at `now`."""
+        ended = [None if each.ended_s is None else age_s(now, each.ended_s) for each in self._rounds]
+        ages = zip(self._rounds, ended, strict=True)
+        return tuple(replace(each, began_s=age_s(now, each.began_s), ended_s=at) for each, at in ages)
+
+
+def age_s(now: float, at: float) -> float:
+    return round(max(0.0, now - at), 3)
+
+
+SCHEMA = 1
+SILENT, WAITS, GONE = "silent", "waits", "ended"  # states of a node without a report; others are families.STATES
+ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A verdict of the job. rank, host: of the cause. at: wall clock of the agent that judged, as text, for people only."""
+
+    round: int
+    decision: str
+    kind: str
+    reason: str
+    rule: str
+    host: str
+    rank: int
+    exit_code: int | None
+    restarts: int
+    limit: int | None
+    at: str
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job."""
+
+    run_id: str
+    backend: str
+    state: str  # forming, starting, running, recovering, succeeded, failed, ended (how is unknown)
+    reason: str  # why it is in this state; "" if nothing is to be said
+    round: int
+    # nodes, world_size: of the current round, or the last one
+    nodes: int
+    world_size: int
+    # restarts_charged, restarts_limit: of the budget, by the last verdict; the limit is None without one, or if unknown
+    restarts_charged: int
+    restarts_limit: int | None
+    last_verdict: Failure | None  # None before the first
+    # step, steps_per_s: of the slowest node in the round; the step, of those that reported last
+    step: int | None = None
+    steps_per_s: float | None = None
+    # saved_step, saved_s: of the newest checkpoint that a node saw committed
+    saved_step: int | None = None
+    saved_s: float | None = None
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """A node. Ages in seconds; None where unknown."""
+
+    # Where nothing is said here, see NodeReport.
+    id: str  # unique within the job
+    name: str  # of its host
+    state: str  # of its agent (`families.STATES`); "waits" for a round; "silent": in the round, but without a report
+    node_rank: int = -1  # -1 outside the round; so is first_rank
+    first_rank: int = -1
+    workers: int = 0
+    state_s: float | None = None
+    step: int | None = None
+    steps_per_s: float | None = None
+    last_step_s: float | None = None
+    saved_step: int | None = None
+    saved_s: float | None = None
+    standbys: int = 0
+    # age of its report, as far as the reader can know; 0 for the node that shows this; None: read only once. Then its ages are as
+    # of told_at, or as of that of the newest report if both run in the same round
+    seen_s: float | None = None
+    told_at: str = ""  # wall clock of the node at its report, as text, for people only
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A host that may not come back yet."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """What this document cannot show, and why."""
+
+    what: str
+    why: str
+
+
+@dataclass(frozen=True)
+class GoodputPoint:
+    """The goodput of the job at an earlier moment, as far as the node that shows this knew it. age_s: of the moment."""
+
+    age_s: float
+    goodput: tuple[goodput.StateSeconds, ...]
+
+
+@dataclass(frozen=True)
+class Document:
+    job: Job
+    nodes: tuple[NodeStatus, ...] = ()
+    rounds: tuple[RoundSpan, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    stragglers: tuple[Straggler, ...] = ()
+    refused: tuple[Refusal, ...] = ()
+    goodput: tuple[goodput.StateSeconds, ...] = ()  # of all hosts together, over all rounds and agents of the job
+    goodput_points: tuple[GoodputPoint, ...] = ()  # earlier values of it, since the agent that shows this started
+    unknown: tuple[Unknown, ...] = ()
+    shown_by: str = ""  # id of that agent's node; "" for a command
+    rounds_by: str = ""  # name of the node that saw the rounds; "" if none did
+    read_s: float | None = 0.0  # age of what is shown of the other nodes; None: nothing was read yet
+    fault: str = ""  # why nothing newer was read; ""
+    schema: int = SCHEMA
+
+
+def encode(document: Document) -> str:
+    return json.dumps(records.plain(document), separators=(",", ":"))
+
+
+# The document from its sources.
 
 FRESH_S = 1.0  # that the workers of one node may start after those of another
 MAX_TEXT = 600  # characters of a reason
@@ -29,7 +267,7 @@ class Own:
     id: str
     report: NodeReport
     spent: goodput.Shared
-    points: tuple[status_records.GoodputPoint, ...] = ()
+    points: tuple[GoodputPoint, ...] = ()
     nodes: int = 0
     world: int = 0
 
@@ -51,13 +289,14 @@ def build(sources: Sources) -> Document:
     reports: dict[str, tuple[NodeReport, float | None]] = {}
     for id_, stored in status.reports.items():
         try:
-            reports[id_] = status_records.decode_report(stored.text, f"reports/{id_}"), sources.seen_s(id_)
+            reports[id_] = decode_report(stored.text, f"reports/{id_}"), sources.seen_s(id_)
         except RecordError as error:
             faults.append(Unknown(f"node {shown(id_)}", shown(str(error))))
     if own is not None:
         reports[own.id] = own.report, 0.0
     behind = _behind(reports, own.id if own is not None else "")
-    nodes = sorted((_node(status, id_, reports.get(id_), behind.get(id_, 0.0)) for id_ in {*status.nodes, *reports}), key=_order)
+    found = (_node(status, id_, reports.get(id_), behind.get(id_, 0.0)) for id_ in {*status.nodes, *reports})
+    nodes = sorted(found, key=lambda node: (node.node_rank < 0, node.node_rank, node.id))
     rounds, by = _rounds(reports, own)
     failures = tuple(_failure(each) for each in status.ledger.verdicts)
     verdicts = {each.round: each.reason for each in failures}
@@ -101,7 +340,7 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
     """Return the job. fresh: ids of nodes whose accounts are as new as the newest; those of others say an earlier step."""
     status, own = sources.status, sources.own
     header, last = status.header, failures[-1] if failures else None
-    left = not header.round and not status.nodes and all(each.state == status_records.GONE for each in nodes)
+    left = not header.round and not status.nodes and all(each.state == GONE for each in nodes)
     final = last if last is not None and (left or last.round == header.round) else None
     state, reason = _state(status, final, nodes, left), header.reason
     of_round = [each for each in nodes if each.node_rank >= 0]
@@ -138,11 +377,11 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
         return "failed"
     if left:
         return "ended"
-    if state is State.BROKEN and all(each.state == status_records.GONE for each in nodes):
+    if state is State.BROKEN and all(each.state == GONE for each in nodes):
         return "ended"
     if state is State.BROKEN or (state is State.RUNNING and not nodes):
         return "recovering"
-    busy = {each.state for each in nodes if each.node_rank >= 0} - {status_records.SILENT}
+    busy = {each.state for each in nodes if each.node_rank >= 0} - {SILENT}
     if state is State.RUNNING and busy and families.RUNNING not in busy:
         if busy == {families.ENDED}:
             return "ended"
@@ -157,7 +396,7 @@ def _node(status: JobStatus, id_: str, known: tuple[NodeReport, float | None] | 
     if known is None:
         rank, first = (assignment.rank, assignment.base_rank) if in_round and assignment is not None else (-1, -1)
         name, workers = (node.address, node.workers) if node is not None else ("", 0)
-        state = status_records.SILENT if in_round else status_records.WAITS
+        state = SILENT if in_round else WAITS
         return NodeStatus(shown(id_), shown(name), state, rank, first, workers)
     report, seen_s = known
     later = (seen_s or 0.0) + behind_s
@@ -184,10 +423,6 @@ def _node(status: JobStatus, id_: str, known: tuple[NodeReport, float | None] | 
 
 def _older(age_s: float | None, by_s: float) -> float | None:
     return None if age_s is None else round(age_s + by_s, 3)
-
-
-def _order(node: NodeStatus) -> tuple[bool, int, str]:
-    return node.node_rank < 0, node.node_rank, node.id
 
 
 def _rounds(reports: Mapping[str, tuple[NodeReport, float | None]], own: Own | None) -> tuple[tuple[RoundSpan, ...], str]:
@@ -219,7 +454,7 @@ def _failure(verdict: JobVerdict) -> Failure:
     )
 
 
-def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[status_records.Straggler, ...]:
+def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Straggler, ...]:
     """Return those that the node of rank 0 has found. Another node may have had that rank before."""
     found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == families.RUNNING]
     newest = max(found, key=lambda report: report.round, default=None)
@@ -251,18 +486,14 @@ def _spent(status: JobStatus, faults: list[Unknown]) -> tuple[goodput.StateSecon
 
 def _gaps(nodes: list[NodeStatus], rounds: tuple[RoundSpan, ...], spent: tuple[goodput.StateSeconds, ...]) -> list[Unknown]:
     """Return what is missing here although it is known in other cases."""
-    found = []
-    silent = sum(each.state == status_records.SILENT for each in nodes)
-    if silent:
-        has = "has" if silent == 1 else "have"
-        found.append(Unknown("state", f"{counted(silent, 'node')} {has} reported nothing yet"))
-    if not nodes:
-        found.append(Unknown("nodes", "no agent is left in the job, and the last reports have expired"))
-    if not rounds and not nodes:
-        found.append(Unknown("rounds", "only agents know when a round began"))
-    if not spent:
-        found.append(Unknown("goodput", "no agent has reported where its time went"))
-    return found
+    silent = sum(each.state == SILENT for each in nodes)
+    gaps = (
+        (silent, "state", f"{counted(silent, 'node')} {'has' if silent == 1 else 'have'} reported nothing yet"),
+        (not nodes, "nodes", "no agent is left in the job, and the last reports have expired"),
+        (not rounds and not nodes, "rounds", "only agents know when a round began"),
+        (not spent, "goodput", "no agent has reported where its time went"),
+    )
+    return [Unknown(what, why) for is_so, what, why in gaps if is_so]
 
 
 class ReportAges:

@@ -26,7 +26,6 @@ FIRST_SHARE_S = 2.0  # how long the first round waits for what earlier agents of
 
 
 def share_every_s(nodes: int) -> float:
-    """Return the mean time between two writes of an agent, in a job of this many nodes."""
     return max(SHARE_S, nodes / WRITES_PER_S)
 
 
@@ -38,7 +37,6 @@ class _KnownGoodput:
     mine: Spent = field(default_factory=Spent)
 
     def at(self, mine: Spent) -> Shared:
-        """Return the sum when this agent has spent so much."""
         return Shared(self.shared.spent.plus(mine.since(self.mine)), max(1, self.shared.hosts))
 
     def after(self, shared: Shared, mine: Spent) -> _KnownGoodput:
@@ -79,7 +77,6 @@ class Goodput(families.FamilyCollector):
             self._changed.set()
 
     def decided(self, kind: str) -> None:
-        """Note the kind of the job's verdict on the last round."""
         with self._lock:
             self._ledger.decide(hung=kind == kinds.HANG)
 

@@ -18,13 +18,11 @@ from functools import partial
 from typing import ClassVar, cast
 
 from prometheus_client import core
-from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from elastic_ext.base import goodput
-from elastic_ext.base.kinds import KINDS
-from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP
+from elastic_ext.base import goodput, kinds
+from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP
 from elastic_ext.workers.standby.rules import ColdReason
 
 Labels = tuple[str, ...]
@@ -58,7 +56,7 @@ ZERO: tuple[Labels, ...] = ((),)  # known: the only series, without labels
 class Family:
     """A family. OpenMetrics shows its unit; if that is one of UNITS, the name ends with it."""
 
-    kind: type[Metric]
+    kind: type[core.Metric]
     help: str
     labels: Labels
     known: tuple[Labels, ...]  # label values that are shown as 0 before anything happens
@@ -69,7 +67,7 @@ class Family:
     @classmethod
     def of(
         cls,
-        kind: type[Metric],
+        kind: type[core.Metric],
         help: str,
         *labels: str,
         known: tuple[Labels, ...] = (),
@@ -80,11 +78,10 @@ class Family:
         usually = "one histogram" if bounds else str(max(1, len(known)))
         return cls(kind, help, labels, known, most or usually, unit, bounds)
 
-    def new(self, name: str) -> Metric:
-        """Return the family without values."""
+    def new(self, name: str) -> core.Metric:
         if self.kind is core.InfoMetricFamily:
             return core.InfoMetricFamily(name, self.help, labels=self.labels)
-        make: Callable[..., Metric] = self.kind
+        make: Callable[..., core.Metric] = self.kind
         ending = name.rpartition("_")[2]
         return make(name, self.help, labels=self.labels, unit=self.unit or (ending if ending in UNITS else ""))
 
@@ -132,8 +129,6 @@ class HistogramCounts:
 
 @dataclass(frozen=True)
 class Total:
-    """A value of a summary."""
-
     count: int
     seconds: float
 
@@ -197,11 +192,11 @@ class FamilyCollector(Collector):
         with self._lock:
             self._histograms[f"elastic_ext_{name}", labels].observe(seconds)
 
-    def describe(self) -> Iterator[Metric]:
+    def describe(self) -> Iterator[core.Metric]:
         """Yield the families without values; the registry calls this when it registers a collector."""
         return (family.new(name) for name, family in self.table.items())
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[core.Metric]:
         """Yield the families with their values; called at each scrape, in the scrape's thread."""
         found = {name: family.new(name) for name, family in self.table.items()}
         for name, labels, value in self.values():
@@ -216,7 +211,6 @@ class FamilyCollector(Collector):
         yield from found.values()
 
     def values(self) -> Values:
-        """Yield the values that there are now."""
         with self._lock:
             counts = [(name, labels, value) for name, of in self._values.items() for labels, value in of.items()]
             histograms = [(name, labels, each.copy()) for (name, labels), each in self._histograms.items()]
@@ -233,10 +227,10 @@ JOB = {
     "elastic_ext_restarts": counter(
         "Restarts of this agent's workers, by the kind of failure that caused them.",
         "kind",
-        known=_known(*KINDS, MEMBERSHIP, OTHER),
+        known=_known(*kinds.KINDS, MEMBERSHIP, OTHER),
         most="one per kind",
     ),
-    "elastic_ext_failures": counter("Failures, by kind.", "kind", known=_known(*KINDS, OTHER), most="one per kind"),
+    "elastic_ext_failures": counter("Failures, by kind.", "kind", known=_known(*kinds.KINDS, OTHER), most="one per kind"),
     "elastic_ext_restarts_charged": gauge("Restarts charged to the job's budget, by the last verdict; absent before the first."),
     "elastic_ext_max_restarts": gauge(
         "The job's restart budget, by the last verdict; absent before the first, and if there is no limit."
@@ -314,13 +308,13 @@ OTHERS = {
     ),
     INFO: info("Versions, run id and node of this agent."),
 }
-# Of failures and what the job has decided; see `collectors`.
+# Of failures and what the job has decided; see `agent_metrics`.
 VERDICTS = {
     "elastic_ext_decisions": counter(
         "Verdicts of the job that this agent has seen, by the decision and the kind of failure.",
         "decision",
         "kind",
-        known=tuple((decision, kind) for decision in DECISIONS for kind in (*KINDS, OTHER)),
+        known=tuple((decision, kind) for decision in DECISIONS for kind in (*kinds.KINDS, OTHER)),
         most="one per decision and kind",
     ),
     "elastic_ext_hangs": counter("Rounds that ended because no worker of the job made progress.", known=ZERO),
@@ -329,7 +323,7 @@ VERDICTS = {
     ),
     "elastic_ext_refused_nodes": gauge("Hosts that the job refuses now, by the verdicts that this agent has seen.", known=ZERO),
 }
-# Of the whole job, on the agent of rank 0 only; see `collectors`.
+# Of the whole job, on the agent of rank 0 only; see `agent_metrics`.
 LATENESS = {
     "elastic_ext_straggler_seconds": gauge(
         "By how much a named straggler issues the collectives of a step later than the others, median; rank is empty for a whole "
@@ -344,7 +338,7 @@ LATENESS = {
         "only."
     ),
 }
-# With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `collectors`.
+# With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `agent_metrics`.
 ETCD = {
     "elastic_ext_etcd_call_seconds": histogram(
         "Time of calls to etcd, or to the store of ext_c10d over several nodes; each attempt counts, answered or not.",

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.base import goodput
 from elastic_ext.telemetry import families
-from elastic_ext.workers import progress_layout
-from elastic_ext.workers.progress import Progress
+from elastic_ext.workers import progress, progress_layout
 
 WAITS_FOR_NODES_S = 2.0  # a thousand nodes that are all there form a round in 1.3 s: what takes longer waits for some
 ENOUGH = 3  # interruptions and saves, for an interval that is more than a guess: the error of a mean of 3 is still 60 %
@@ -83,7 +82,7 @@ class TimeLedger:
         positions = goodput.newest_positions((*others.positions, *counts.positions))
         self._counts = replace(counts, reached=max(counts.reached, others.reached), positions=positions)
 
-    def enter(self, state: str, now: float, workers: Sequence[Progress] = ()) -> None:
+    def enter(self, state: str, now: float, workers: Sequence[progress.Progress] = ()) -> None:
         """Note what the agent does from now on: one of families.STATES. workers: those that run, if known."""
         now = max(now, self._since)
         if self._state == families.RUNNING:
@@ -101,7 +100,7 @@ class TimeLedger:
             self._add(tail.states(hung), tail.share)
         self._tails = []
 
-    def at(self, now: float, workers: Sequence[Progress] = ()) -> Look:
+    def at(self, now: float, workers: Sequence[progress.Progress] = ()) -> Look:
         """Return the ledger as of now. workers: see `enter`."""
         now = max(now, self._since)
         by_state, counts = dict(self._by_state), self._counts
@@ -128,7 +127,7 @@ class TimeLedger:
             return {state: seconds}
         return {state: min(seconds, WAITS_FOR_NODES_S), goodput.WAITING: max(0.0, seconds - WAITS_FOR_NODES_S)}
 
-    def _end_round(self, now: float, workers: Sequence[Progress], rest: str) -> None:
+    def _end_round(self, now: float, workers: Sequence[progress.Progress], rest: str) -> None:
         """rest: see `Tail`."""
         ran_s = now - self._since
         well = rest != goodput.DETECTION and all(each.phase == "exit" and not each.ends_with for each in workers)
@@ -149,24 +148,17 @@ class TimeLedger:
         self._tokens += sum(each.tokens for each in workers)
         self._flops += sum(each.flops for each in workers)
 
-    def _counted(self, workers: Sequence[Progress]) -> goodput.Spent:
-        """Return the counts with what these workers have done."""
+    def _counted(self, workers: Sequence[progress.Progress]) -> goodput.Spent:
         if not workers:
             return self._counts
-        steps = max(each.steps for each in workers)
-        reached = self._resumed_at + steps if self._resumed_at is not None else 0
-        saves = max(each.saves for each in workers)
-        before, counts = self._resumed_at, self._counts
-        positions = list(counts.positions)
-        for each in workers if before is not None else ():
-            if each.saved_step is not None:
-                positions.append(goodput.CheckpointPosition(each.saved_step, (before or 0) + each.saved_after))
-        return replace(
-            counts,
-            saves=counts.saves + saves,
-            reached=max(counts.reached, reached),
-            positions=goodput.newest_positions(positions),
-        )
+        counts, before = self._counts, self._resumed_at
+        saves = counts.saves + max(each.saves for each in workers)
+        if before is None:
+            return replace(counts, saves=saves)
+        reached = max(counts.reached, before + max(each.steps for each in workers))
+        seen = [(each.saved_step, before + each.saved_after) for each in workers if each.saved_step is not None]
+        positions = goodput.newest_positions((*counts.positions, *(goodput.CheckpointPosition(*each) for each in seen)))
+        return replace(counts, saves=saves, reached=reached, positions=positions)
 
     def _add(self, by_state: Mapping[str, float], share: float = 1.0) -> None:
         for state, seconds in by_state.items():
@@ -187,7 +179,7 @@ def position_of(step: int, known: Sequence[goodput.CheckpointPosition]) -> int:
     return round(step * nearest.at / nearest.step)
 
 
-def _settled(worker: Progress, since: float, until: float) -> dict[str, float]:
+def _settled(worker: progress.Progress, since: float, until: float) -> dict[str, float]:
     """Return the seconds that a worker has settled between two moments, by state.
 
     What was settled before `since` is start-up, as far as there is any.
@@ -210,7 +202,7 @@ def _settled(worker: Progress, since: float, until: float) -> dict[str, float]:
     return found
 
 
-def _mean(workers: Sequence[Progress], since: float, until: float) -> dict[str, float]:
+def _mean(workers: Sequence[progress.Progress], since: float, until: float) -> dict[str, float]:
     """Return the workers' settled seconds by state, each worker having the same share of the node."""
     mean: dict[str, float] = {}
     for each in workers:
@@ -221,8 +213,6 @@ def _mean(workers: Sequence[Progress], since: float, until: float) -> dict[str, 
 
 @dataclass(frozen=True)
 class Interval:
-    """The advised time between two checkpoints."""
-
     seconds: float | None  # None while too little is known
     reason: str  # why, or what is missing
     stall_s: float = 0.0  # mean stall of a save

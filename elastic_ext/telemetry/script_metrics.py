@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from elastic_ext.base import metric_files as layout
@@ -57,7 +56,6 @@ def added(one: Values | None, other: Values) -> Values:
 
 
 def set_last(one: Values | None, other: Values) -> Values:
-    """Return the values of the gauge that was set last."""
     return other if one is None or other[1] >= one[1] else one
 
 
@@ -162,10 +160,8 @@ class ScriptMetrics(Collector):
         except OSError:  # removed at the end of the job
             names = []
         for name in names:
-            if name not in self._processes:
-                process = _named(self._directory, name)
-                if process is not None:
-                    self._processes[name] = process
+            if name not in self._processes and (process := _named(self._directory, name)) is not None:
+                self._processes[name] = process
         for name, process in list(self._processes.items()):
             runs = process.runs  # first: what a process has written before its end is then there
             self._read(process)

@@ -14,12 +14,11 @@ from datetime import datetime
 from elastic_ext.base.goodput import PRODUCTIVE, StateSeconds
 from elastic_ext.base.kinds import HANG, PREEMPTION, USER_STOP
 from elastic_ext.base.printable import counted, shown
-from elastic_ext.status.status_records import ENDED_STATES, Document, Failure, NodeStatus
+from elastic_ext.status.job_status import ENDED_STATES, Document, Failure, NodeStatus
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.goodput import WAITS_FOR_NODES_S
 from elastic_ext.timeline import model
 from elastic_ext.timeline.events import BORN, JOINED, Agent, Aligned, TimelineEvent, aligned
-from elastic_ext.timeline.model import Interruption, Row, Saved, Span, Start, Timeline, job_spans, merged, shares
 
 SHORTEST_S = 0.001  # of a picture: one event has no length
 NO_RANK = 2**31
@@ -32,7 +31,7 @@ _SIGNALS: Mapping[str, str] = {"preemption_noticed": PREEMPTION, "interrupted": 
 _EXPLAIN = ("decision", "failure", *_SIGNALS, "hang", "round_over")  # the first that there is explains a round's end best
 
 
-def from_events(events: Sequence[TimelineEvent]) -> Timeline:
+def from_events(events: Sequence[TimelineEvent]) -> model.Timeline:
     """Return the timeline of one job. events: at least one, all of one run id, in any order; repeated ones count once."""
     job = aligned({(each.node, each.pid, each.monotonic, each.name): each for each in events}.values())
     steps_known = any(job.all("first_step"))
@@ -42,8 +41,8 @@ def from_events(events: Sequence[TimelineEvent]) -> Timeline:
     places = _places(job.agents, ends)
     rows = _rows(job.agents, tracks, ends, places, length)
     row_of = {index: number for number, members in enumerate(places) for index in members}
-    whole = job_spans(rows, length)
-    return Timeline(
+    whole = model.job_spans(rows, length)
+    return model.Timeline(
         run_id=events[0].run_id,
         began_unix=job.began,
         length=length,
@@ -51,13 +50,13 @@ def from_events(events: Sequence[TimelineEvent]) -> Timeline:
         restarts=_restarts(job),
         rows=rows,
         nodes=len(rows),
-        spent=shares(rows),
+        spent=model.shares(rows),
         job=whole,
         trained=sum(each.seconds for each in whole if each.state in (model.TRAINING, model.RUNNING)) / length,
         trained_is="Trained {} of the time, steps done twice included"
         if steps_known
         else "Workers ran {} of the time; steps are not reported",
-        rounds=tuple(Start(each.at, each.number) for each in sorted(job.rounds, key=lambda each: each.at)),
+        rounds=tuple(model.Start(each.at, each.number) for each in sorted(job.rounds, key=lambda each: each.at)),
         interruptions=tuple(ends.interruptions(row_of)),
         saved=_saved(job),
         notes=_notes(job),
@@ -80,16 +79,16 @@ class Track:
             self._take(event, at)
         self.changes = self.changes or [(agent.times[0], model.RENDEZVOUS)]
 
-    def spans(self, until: float) -> Iterator[Span]:
+    def spans(self, until: float) -> Iterator[model.Span]:
         """Yield the states. until: the end of the last one, unless the agent has ended."""
         ends = [at for at, _ in self.changes[1:]] + [until]
         for (begin, state), end in zip(self.changes, ends, strict=True):
             end = max(begin, end)
             if state == model.RENDEZVOUS and end - begin > WAITS_FOR_NODES_S:  # from then on it waits for nodes
-                yield Span(begin, begin + WAITS_FOR_NODES_S, state)
-                yield Span(begin + WAITS_FOR_NODES_S, end, model.WAITING)
+                yield model.Span(begin, begin + WAITS_FOR_NODES_S, state)
+                yield model.Span(begin + WAITS_FOR_NODES_S, end, model.WAITING)
             elif state != model.GONE:
-                yield Span(begin, end, state)
+                yield model.Span(begin, end, state)
 
     def _enter(self, state: str, at: float) -> None:
         """Enter a state, perhaps in the past: what was thought to come after that did not."""
@@ -187,7 +186,7 @@ class Ends:
             for before, after in itertools.pairwise(joined):
                 self._next[before] = min(self._next.get(before, after), after, key=lambda each: job.rounds[each].at)
 
-    def interruptions(self, row_of: Mapping[int, int]) -> list[Interruption]:
+    def interruptions(self, row_of: Mapping[int, int]) -> list[model.Interruption]:
         """Return one interruption for each end, in the order of time, however many agents report it. row_of: by agent."""
         by_round = list(self._by_round().values())
         found = [self._interruption(reports) for reports in by_round]
@@ -232,7 +231,7 @@ class Ends:
                 found.setdefault(key, []).append(_Report(index, at, event))
         return found
 
-    def _interruption(self, reports: Sequence[_Report]) -> tuple[int | None, Interruption]:
+    def _interruption(self, reports: Sequence[_Report]) -> tuple[int | None, model.Interruption]:
         """Return the end of a round with the agent that it concerns, if that is known."""
         best = min(reports, key=lambda each: (_EXPLAIN.index(each.event.name), each.at))
         round_, event = self._job.round_of.get((best.agent, best.event.round)), best.event
@@ -241,7 +240,7 @@ class Ends:
         if event.name in _SIGNALS:
             same = [each.agent for each in reports if each.event.name == event.name and each.agent != best.agent]
             reason += self._and_others(same)
-        return agent, Interruption(
+        return agent, model.Interruption(
             at=min([each for each in stops if each is not None], default=best.at),
             row=None,
             node=self._job.agents[agent].node if agent is not None else event.text("culprit_host"),
@@ -313,7 +312,7 @@ class Ends:
                     return f"resumed from {from_}"
         return ""
 
-    def _unexplained(self, explained: Set[tuple[int, int]], lost: Set[int | None]) -> Iterator[tuple[int, Interruption]]:
+    def _unexplained(self, explained: Set[tuple[int, int]], lost: Set[int | None]) -> Iterator[tuple[int, model.Interruption]]:
         """Yield the ends of agents that no end of a round explains.
 
         explained: agents that have reported the end of a round, with its number. lost: agents that are shown as lost.
@@ -326,7 +325,7 @@ class Ends:
             if kind != NODE_LOST or not lost & {first, *others}:
                 agent = self._job.agents[first]
                 at, why = self.gone_at(first) or agent.times[-1], reason + self._and_others(others)
-                yield first, Interruption(at, None, agent.node, None, agent.events[-1].round, kind, "", why)
+                yield first, model.Interruption(at, None, agent.node, None, agent.events[-1].round, kind, "", why)
 
     def _own_end(self, index: int, agent: Agent, explained: Set[tuple[int, int]]) -> tuple[str, str] | None:
         """Return kind and reason if an agent ended for a reason of its own; else None."""
@@ -364,33 +363,33 @@ def _first_rank(agents: Sequence[Agent], row: Sequence[int]) -> int:
 
 def _rows(
     agents: Sequence[Agent], tracks: Sequence[Track], ends: Ends, places: Sequence[Sequence[int]], length: float
-) -> tuple[Row, ...]:
+) -> tuple[model.Row, ...]:
     names = [agents[row[0]].node for row in places]
     found = []
     for row, name in zip(places, names, strict=True):
-        spans: list[Span] = []
+        spans: list[model.Span] = []
         for index in row:
             gone_at = ends.gone_at(index)
             for span in tracks[index].spans(length if gone_at is None else gone_at):
                 begin = max(span.begin, spans[-1].end if spans else 0.0)
                 if spans and begin > spans[-1].end:
-                    spans.append(Span(spans[-1].end, begin, model.GONE))
+                    spans.append(model.Span(spans[-1].end, begin, model.GONE))
                 spans.append(replace(span, begin=begin, end=max(begin, span.end)))
         if spans and spans[-1].end < length:
-            spans.append(Span(spans[-1].end, length, model.GONE))
+            spans.append(model.Span(spans[-1].end, length, model.GONE))
         pid = f" (pid {agents[row[0]].pid})" if names.count(name) > 1 else ""
-        found.append(Row(f"{name}{pid}", merged(spans)))
+        found.append(model.Row(f"{name}{pid}", model.merged(spans)))
     return tuple(found)
 
 
-def _saved(job: Aligned) -> tuple[Saved, ...]:
+def _saved(job: Aligned) -> tuple[model.Saved, ...]:
     """Return the checkpoints, each as the first agent of a round saw it."""
-    found: dict[tuple[int | None, int], Saved] = {}
+    found: dict[tuple[int | None, int], model.Saved] = {}
     for index, event, at in job.all("checkpoint_saved"):
         if (step := event.whole("step")) is not None:
             key = job.round_of.get((index, event.round)), step
             if key not in found or at < found[key].at:
-                found[key] = Saved(at, step, event.number("seconds"))
+                found[key] = model.Saved(at, step, event.number("seconds"))
     return tuple(sorted(found.values(), key=lambda each: each.at))
 
 
@@ -448,7 +447,7 @@ WITHOUT_EVENTS = "Only events (setting events_file) show what each node did befo
 BY_JUDGES = "No agent reports when the rounds were: failures are placed by the clocks of the agents that judged them."
 
 
-def from_status(document: Document, now_unix: float) -> Timeline:
+def from_status(document: Document, now_unix: float) -> model.Timeline:
     """Return the timeline, with notes of what is missing. now_unix: the reader's clock; all ages count back from it."""
     job, rounds, nodes = document.job, document.rounds, document.nodes
     ages = [*(each.began_s for each in rounds), *(each.age_s for each in document.goodput_points)]
@@ -458,12 +457,12 @@ def from_status(document: Document, now_unix: float) -> Timeline:
         began, oldest = min(judged), max(judged) - min(judged)
     length = max(oldest, SHORTEST_STATUS_S)
     over_time = _goodput_over_time(document, length)
-    above = [Row("goodput, all nodes", over_time)] if over_time else []
+    above = [model.Row("goodput, all nodes", over_time)] if over_time else []
     row_of = {each.name: len(above) + number for number, each in enumerate(nodes)}
     spent = {each.state: each.seconds for each in document.goodput}
     total = sum(spent.values())
     limit = f" of {job.restarts_limit}" if job.restarts_limit is not None else ""
-    return Timeline(
+    return model.Timeline(
         run_id=shown(job.run_id),
         began_unix=began,
         length=length,
@@ -475,26 +474,26 @@ def from_status(document: Document, now_unix: float) -> Timeline:
         job=_rounds_run(document, length),
         trained=spent.get(PRODUCTIVE, 0.0) / total if total else None,
         trained_is="Goodput {} of all nodes' time since the job began",
-        rounds=tuple(Start(length - each.began_s, each.round) for each in rounds),
+        rounds=tuple(model.Start(length - each.began_s, each.round) for each in rounds),
         interruptions=tuple(_of_failure(each, document, row_of.get(each.host), began, length) for each in document.failures),
         notes=_status_notes(document),
     )
 
 
-def _rounds_run(document: Document, length: float) -> tuple[Span, ...]:
+def _rounds_run(document: Document, length: float) -> tuple[model.Span, ...]:
     """Return when the workers ran, as seen by the node that reports the rounds."""
-    found: list[Span] = []
+    found: list[model.Span] = []
     for each in document.rounds:
         begin, end = length - each.began_s, length - (each.ended_s or 0.0)
         if found:
-            found.append(Span(found[-1].end, begin, model.BETWEEN))
-        found.append(Span(begin, end, model.RUNNING))
+            found.append(model.Span(found[-1].end, begin, model.BETWEEN))
+        found.append(model.Span(begin, end, model.RUNNING))
     if found and found[-1].end < length and document.job.state not in ENDED_STATES:
-        found.append(Span(found[-1].end, length, model.BETWEEN))
-    return merged(found)
+        found.append(model.Span(found[-1].end, length, model.BETWEEN))
+    return model.merged(found)
 
 
-def _goodput_over_time(document: Document, length: float) -> tuple[Span, ...]:
+def _goodput_over_time(document: Document, length: float) -> tuple[model.Span, ...]:
     """Return the goodput of the job, each stretch between two known moments divided by states."""
     points = [*((length - each.age_s, each.goodput) for each in document.goodput_points), (length, document.goodput)]
     return tuple(
@@ -505,31 +504,31 @@ def _goodput_over_time(document: Document, length: float) -> tuple[Span, ...]:
     )
 
 
-def _divided(begin: float, end: float, before: Sequence[StateSeconds], after: Sequence[StateSeconds]) -> Iterator[Span]:
+def _divided(begin: float, end: float, before: Sequence[StateSeconds], after: Sequence[StateSeconds]) -> Iterator[model.Span]:
     earlier = {each.state: each.seconds for each in before}
     spent = {each.state: max(0.0, each.seconds - earlier.get(each.state, 0.0)) for each in after}
     total, low = sum(spent.values()), 0.0
     for state in model.STATES:
         if spent.get(state, 0.0) > 0:
             high = low + spent[state] / total
-            yield Span(begin, end, state, low, high)
+            yield model.Span(begin, end, state, low, high)
             low = high
 
 
-def _node_row(node: NodeStatus, length: float) -> Row:
+def _node_row(node: NodeStatus, length: float) -> model.Row:
     since = length - min(length, node.state_s or 0.0)
     rank = f"rank {node.node_rank}: " if node.node_rank >= 0 else ""
-    spans = (Span(0.0, since, model.UNKNOWN), Span(since, length, NOW.get(node.state, model.UNKNOWN)))
-    return Row(shown(f"{rank}{node.name or node.id}"), tuple(each for each in spans if each.end > each.begin))
+    spans = (model.Span(0.0, since, model.UNKNOWN), model.Span(since, length, NOW.get(node.state, model.UNKNOWN)))
+    return model.Row(shown(f"{rank}{node.name or node.id}"), tuple(each for each in spans if each.end > each.begin))
 
 
-def _of_failure(failure: Failure, document: Document, row: int | None, began: float, length: float) -> Interruption:
+def _of_failure(failure: Failure, document: Document, row: int | None, began: float, length: float) -> model.Interruption:
     """row: of its host. began: Unix time at which the timeline begins."""
     ended = next((each.ended_s for each in document.rounds if each.round == failure.round), None)
     judged = _judged(failure) if not document.rounds else None
     at = length - ended if ended is not None else judged - began if judged is not None else None
     code = f", exit code {failure.exit_code}" if failure.exit_code is not None else ""
-    return Interruption(
+    return model.Interruption(
         at=at,
         row=row,
         node=shown(failure.host),

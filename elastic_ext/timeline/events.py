@@ -40,8 +40,7 @@ class TimelineEvent:
 
     def number(self, field: str) -> float | None:
         """Return a field that holds a finite number, else None."""
-        value = self.own.get(field)
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15 else None
+        return _number(self.own.get(field))
 
     def whole(self, field: str) -> int | None:
         """Return a field that holds a whole number, else None."""
@@ -56,12 +55,12 @@ class TimelineEvent:
     def numbers(self, field: str) -> dict[str, float]:
         """Return the finite numbers that are not negative in a field that holds an object, by name."""
         value = self.own.get(field)
-        found = value.items() if isinstance(value, Mapping) else ()
-        return {
-            str(name): float(each)
-            for name, each in found
-            if isinstance(each, (int, float)) and not isinstance(each, bool) and 0 <= each < 1e15
-        }
+        found = {str(name): _number(each) for name, each in value.items()} if isinstance(value, Mapping) else {}
+        return {name: each for name, each in found.items() if each is not None and each >= 0}
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15 else None
 
 
 def parse(text: str, file: str) -> tuple[list[TimelineEvent], list[str]]:
@@ -91,13 +90,13 @@ def _event(line: str) -> TimelineEvent:
         raise ValueError(f"expected an object, found {type(found).__name__}")
     if found.get("schema") != SCHEMA:
         raise ValueError(f"expected schema {SCHEMA}, found {str(found.get('schema'))[:20]}: another version wrote it")
-    monotonic = found.get("monotonic")
-    if not isinstance(monotonic, (int, float)) or isinstance(monotonic, bool) or not abs(monotonic) < LONGEST_S:
+    monotonic = _number(found.get("monotonic"))
+    if monotonic is None or abs(monotonic) >= LONGEST_S:
         raise ValueError("monotonic is missing, or not a number of seconds")
     return TimelineEvent(
         name=_text(found, "event"),
         at=_unix(_text(found, "time")),
-        monotonic=float(monotonic),
+        monotonic=monotonic,
         run_id=_text(found, "run_id")[:MAX_NAME],
         node=_text(found, "node")[:MAX_NAME],
         pid=_count(found, "pid"),

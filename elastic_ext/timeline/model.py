@@ -249,7 +249,6 @@ def clock(unix_s: float, length: float) -> str:
 
 
 def moment(unix_s: float) -> str:
-    """Return a moment in UTC."""
     return datetime.fromtimestamp(unix_s, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 

@@ -11,9 +11,10 @@ import io
 import textwrap
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from html import escape
+from pathlib import Path
+from string import Template
 from xml.etree import ElementTree
 
 from matplotlib import style
@@ -46,10 +47,11 @@ LEVELS, APART = 3, 0.25  # of numbers on the lane of failures
 MOST_LISTED = 40  # interruptions; of more, the first and the last
 COLUMNS = (("", 3), ("when", 11), ("round", 7), ("node", 18), ("rank", 6), ("kind", 13), ("decision", 24), ("reason", 0))
 REASON = 110  # characters
+OURS = {"svg.fonttype": "none", "svg.hashsalt": "elastic_ext", "font.size": 9, "text.parse_math": False}  # of matplotlib's style
 
 
 def png(of: Timeline) -> bytes:
-    with _style():
+    with style.context(["default", OURS]):
         return _saved(_drawn(of, listed=True), "png")
 
 
@@ -68,7 +70,8 @@ def html(of: Timeline) -> str:
             element.set("style", found)
     for name in ("width", "height"):
         root.attrib.pop(name, None)
-    return _PAGE.format(
+    page = Template(Path(__file__).with_name("page.html").read_text("utf-8"))
+    return page.substitute(
         title=escape(headline(of)),
         picture=_text(root),
         failures=_table(of),
@@ -78,17 +81,11 @@ def html(of: Timeline) -> str:
 
 def svg_tree(of: Timeline, listed: bool) -> ElementTree.Element:
     """Return the picture as SVG, with titles under the pointer. listed: with the list of interruptions and the notes."""
-    with _style():
+    with style.context(["default", OURS]):
         drawing = _drawn(of, listed)
         root = ElementTree.fromstring(_saved(drawing, "svg"))
     _add_titles(root, drawing.titles)
     return root
-
-
-def _style() -> AbstractContextManager[None]:
-    ours = {"svg.fonttype": "none", "svg.hashsalt": "elastic_ext", "font.size": 9, "text.parse_math": False}
-    context: AbstractContextManager[None] = style.context(["default", ours])
-    return context
 
 
 def _saved(drawing: _Drawing, kind: str) -> bytes:
@@ -238,19 +235,8 @@ def _interruption(drawing: _Drawing, end: Interruption, number: int, y: float, d
     if end.row is not None:
         drawing.axes.plot([at], [down], marker="X", markersize=6, color=color, markeredgecolor=PAPER, zorder=5, clip_on=False)
     box = {"boxstyle": "circle,pad=0.18" if number < 10 else "round,pad=0.18", "facecolor": color, "edgecolor": "none"}
-    drawing.axes.text(
-        at,
-        y,
-        str(number),
-        ha="center",
-        va="center",
-        fontsize=7.5,
-        color="#ffffff",
-        fontweight="bold",
-        bbox=box,
-        zorder=6,
-        gid=gid,
-    )
+    font = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "#ffffff", "fontweight": "bold"}
+    drawing.axes.text(at, y, str(number), font, bbox=box, zorder=6, gid=gid)
 
 
 def _color(end: Interruption) -> str:
@@ -415,35 +401,6 @@ def _notes(of: Timeline, y: float) -> tuple[list[Text], float]:
             texts.append(Text(MARGIN, y, line, 8, SOFT))
             y += LINE - 0.02
     return texts, y
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --ink: #101112; --soft: #5b5c5d; --faint: #d7d8d9; --paper: #fefdfc; --alarm: #b3122f }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #ececec; --soft: #a9abad; --faint: #3b3d40; --paper: #16181b; --alarm: #ff8087 }}
-}}
-body {{ margin: 1rem; background: var(--paper); color: var(--ink); font: 14px/1.4 "DejaVu Sans", Verdana, sans-serif }}
-.picture {{ overflow-x: auto }}
-svg {{ min-width: 60rem; width: 100%; height: auto; font-family: "DejaVu Sans", Verdana, sans-serif }}
-svg path:hover {{ opacity: 0.75 }}
-.list {{ overflow-x: auto }}
-table {{ border-collapse: collapse }}
-th, td {{ text-align: left; vertical-align: top; padding: 0.15rem 0.8rem 0.15rem 0; border-bottom: 1px solid var(--faint) }}
-td:nth-child(2) {{ white-space: nowrap }}
-th, .notes {{ color: var(--soft); font-weight: normal }}
-td:first-child {{ color: var(--alarm); font-weight: bold }}
-</style>
-<div class="picture">{picture}</div>
-{failures}
-<ul class="notes">{notes}</ul>
-</html>
-"""
 
 
 def _table(of: Timeline) -> str:

@@ -21,8 +21,8 @@ from elastic_ext.agent.observation import (
     settle_s,
 )
 from elastic_ext.base.goodput import StateSeconds
-from elastic_ext.status import status_records
-from elastic_ext.status.status_records import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
+from elastic_ext.status import job_status
+from elastic_ext.status.job_status import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
 from elastic_ext.workers.progress import Progress
@@ -45,7 +45,7 @@ def test_the_slowest_worker_counts_and_the_newest_checkpoint():
     report = told(rows)
     assert (report.step, report.steps_per_s, report.last_step_s) == (121, 0.5, 2.0)
     assert (report.saved_step, report.saved_s) == (60, 10.0)
-    assert status_records.decode_report(status_records.encode_report(report), "it") == report
+    assert job_status.decode_report(job_status.encode_report(report), "it") == report
 
 
 def test_what_a_script_reports_comes_before_what_it_was_given():

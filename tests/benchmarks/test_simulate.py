@@ -13,8 +13,8 @@ from scale.sides import IDEAL, OURS, OURS_DISK, SIDES, STOCK_JOB, Scale
 from scale.study import Effort
 
 from elastic_ext.failures import judgement
-from elastic_ext.planning.expectation import WAITING as PLANNED_WAITING
-from elastic_ext.planning.expectation import FailureClass, Supply, expect
+from elastic_ext.planning.advice import WAITING as PLANNED_WAITING
+from elastic_ext.planning.advice import FailureClass, Supply, expect
 from tests.benchmarks.runs import BENCHMARKS, result
 
 MANY = Effort(jobs=4, failures=1000, processes=1)
@@ -26,6 +26,13 @@ def published(name: str) -> dict:
 
 def row(name: str, key: str, value: object) -> dict:
     return next(each for each in published(name)["rows"] if each[key] == value)
+
+
+def test_the_figures_of_a_silent_node_and_of_cold_starts_are_the_published_ones():
+    assert pytest.approx(row("node_loss", "row", "link")["ours"]["phases_s"]["stop"], rel=0.25) == sides.SILENT_S
+    assert [sides.cold_start_s(gpus) for gpus, _ in sides.COLD_STARTS] == [pytest.approx(s) for _, s in sides.COLD_STARTS]
+    found = [sides.cold_start_s(gpus) for gpus in range(8, 200_000, 997)]
+    assert found == sorted(found)
 
 
 # Closed forms.

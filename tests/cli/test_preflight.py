@@ -18,7 +18,7 @@ import torch
 
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import FAIL, OK, WARN, Finding, preflight, preflight_probe
-from elastic_ext.cli.preflight_figures import (
+from elastic_ext.cli.preflight import (
     BANDWIDTH,
     COPY,
     DEVICES,

@@ -26,9 +26,8 @@ from elastic_ext.http.gate import Gate
 from elastic_ext.rendezvous.job_status import JobStatus, NodeText
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
-from elastic_ext.status import job_status, status_records
-from elastic_ext.status.job_status import Own, ReportAges, Sources
-from elastic_ext.status.status_records import Document, NodeReport, RoundSpan, Straggler
+from elastic_ext.status import job_status
+from elastic_ext.status.job_status import Document, NodeReport, Own, ReportAges, RoundSpan, Sources, Straggler
 from tests.etcd_server import Certificates
 from tests.reference import DOCS, JOB_SCHEMA
 from tests.status.pages_in_chromium import document, failure, hashed, of_nodes, served
@@ -48,7 +47,7 @@ def job(header: Header = HEADER, **changes: object) -> JobStatus:
 
 
 def encoded(**reports: NodeReport) -> dict[str, NodeText]:
-    return {id_: NodeText(status_records.encode_report(each), 1) for id_, each in reports.items()}
+    return {id_: NodeText(job_status.encode_report(each), 1) for id_, each in reports.items()}
 
 
 def built(found: JobStatus, own: Own | None = None, seen_s: float | None = None) -> Document:
@@ -190,11 +189,11 @@ def test_goodput_is_that_of_the_job():
 
 def test_the_document_survives_its_json_which_follows_the_schema():
     shown = document(3)
-    text = status_records.encode(shown)
-    assert records.read(Document, text, "it", status_records.SCHEMA) == shown
+    text = job_status.encode(shown)
+    assert records.read(Document, text, "it", job_status.SCHEMA) == shown
     validator = jsonschema.Draft202012Validator(json.loads(JOB_SCHEMA.read_text()))
     validator.check_schema(validator.schema)
-    for each in (text, status_records.encode(built(job(), None)), status_records.encode(built(job(), seen_s=3.0))):
+    for each in (text, job_status.encode(built(job(), None)), job_status.encode(built(job(), seen_s=3.0))):
         validator.validate(json.loads(each))
     for wrong in ({"schema": 2}, {"nodes": [{}]}, {"read_s": "now"}):
         assert not validator.is_valid({**json.loads(text), **wrong})
@@ -301,7 +300,7 @@ def write(server, header, **records_):
 @pytest.mark.seam
 def test_an_ended_job_in_etcd(capsys, server):
     ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
-    told = status_records.encode_report(dataclasses.replace(REPORT, state="ended", at="2026-01-02 03:04:05+0000"))
+    told = job_status.encode_report(dataclasses.replace(REPORT, state="ended", at="2026-01-02 03:04:05+0000"))
     spent = goodput.encode(HostRecord(Spent((StateSeconds("productive", 3.0), StateSeconds("idle", 1.0)))))
     written = {"ledger": encode_ledger(ledger), "reports/a": told, "goodput/h": spent}
     write(server, dataclasses.replace(HEADER, state=State.CLOSED), **written)
@@ -405,7 +404,7 @@ def test_an_agent_behind_tls_and_a_password(capsys, guarded):
 @pytest.mark.seam
 def test_an_agent_that_sends_byte_by_byte_is_not_waited_for(capsys, monkeypatch):
     monkeypatch.setattr(job_source, "TIMEOUT_S", 0.3)
-    text = status_records.encode(document(2)).encode()
+    text = job_status.encode(document(2)).encode()
     asked, over = threading.Event(), threading.Event()
 
     class Drips(http.server.BaseHTTPRequestHandler):

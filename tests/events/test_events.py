@@ -22,14 +22,15 @@ import elastic_ext
 from elastic_ext.agent.journal import ended, shown_settings
 from elastic_ext.base.settings import Settings
 from elastic_ext.events import event_table
-from elastic_ext.events.event_table import EVENTS, EventTime, Source
+from elastic_ext.events.event_table import FIELDS, EventTime, Source
 from elastic_ext.events.output import Events
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, run
+from tests.reference import EVENT_SCHEMA, EVENTS
 from tests.until import LIMIT_S
 
 SOURCE = Source("job", "n1", 7)
 ELASTIC = str(SCRIPTS / "elastic_job.py")
-VALIDATOR = jsonschema.Draft202012Validator(event_table.schema())
+VALIDATOR = jsonschema.Draft202012Validator(EVENT_SCHEMA)
 
 
 def read(path: Path) -> list[dict]:
@@ -37,7 +38,7 @@ def read(path: Path) -> list[dict]:
     found = [json.loads(line) for line in path.read_text().splitlines()]
     for each in found:
         VALIDATOR.validate(each)
-        assert each.keys() == {field.name for field in (*event_table.COMMON, *EVENTS[each["event"]].fields)}
+        assert each.keys() == {*EVENT_SCHEMA["properties"], *FIELDS[each["event"]]}
     return found
 
 
@@ -69,7 +70,9 @@ def handled(events: Events) -> threading.Semaphore:
 
 
 def test_the_schema_is_one_and_refuses_what_is_no_event():
-    jsonschema.Draft202012Validator.check_schema(event_table.schema())
+    jsonschema.Draft202012Validator.check_schema(EVENT_SCHEMA)
+    assert EVENT_SCHEMA["properties"]["schema"] == {"const": event_table.SCHEMA}
+    assert all(event.get("required", []) == list(event["properties"]) for event in (EVENT_SCHEMA, *EVENTS.values()))
     line = event_table.record("node_refused", SOURCE, EventTime(0.5, 1.0, 3), {"reason": "r"})
     assert line["time"] == "1970-01-01T00:00:00.500000Z"
     VALIDATOR.validate(line)
@@ -95,7 +98,7 @@ def test_the_package_emits_what_the_table_says():
                 assert isinstance(name, ast.Constant), path
                 emitted[name.value] = {each.arg for each in node.keywords}
     emitted["events_dropped"] = {"count"}
-    assert emitted == {name: {each.name for each in event.fields} for name, event in EVENTS.items()}
+    assert emitted == FIELDS
 
 
 def test_secrets_and_forged_lines_do_not_get_in():

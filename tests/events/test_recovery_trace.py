@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.events import output
-from elastic_ext.events.event_table import Source
+from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryPhase, RecoveryTrace, Source
 from elastic_ext.events.output import Outbox
-from elastic_ext.events.recovery import Cause, PastRecovery, RecoveryPhase, RecoveryTrace
 
 CRASH, AGAIN = Cause("crash", "restart", "it crashed"), Cause("hang", "restart", "it hung")
 

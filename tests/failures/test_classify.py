@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastic_ext.base.kinds import KINDS, Response
 from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.ranks import StorageFailed
-from elastic_ext.cli.explain import explained
+from elastic_ext.cli.status import explained
 from elastic_ext.failures import classify as classify_module
 from elastic_ext.failures import ledger, policy, rules, user_rules
 from elastic_ext.failures.classify import classify, root_cause

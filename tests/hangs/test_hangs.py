@@ -21,8 +21,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.hangs import detector
-from elastic_ext.hangs.detector import Stuck, WorkerStatus
-from elastic_ext.hangs.waits import WaitFor
+from elastic_ext.hangs.detector import Stuck, WaitFor, WorkerStatus
 from elastic_ext.workers import progress_layout
 from tests import jobs
 from tests.embedded_server import EmbeddedServer
@@ -199,7 +198,7 @@ OWN = 'Current thread 0x00007e (most recent call first):\n  File "train.py", lin
 
 
 def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) -> Stuck:
-    return Stuck(rank, steps, 0, 70.0, "", state, "asleep", stack)
+    return Stuck(rank, steps, 70.0, state=state, condition="asleep", stack=stack)
 
 
 def test_a_lock_that_a_killed_build_may_have_left_is_named():

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.hangs import detector, process_stats, sockets, unanswered
+from elastic_ext.hangs import detector, process_stats, unanswered
 from elastic_ext.hangs.detector import WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates, StatFields
 from elastic_ext.hangs.watch import HangWatch, QuietWatch, Stall
@@ -262,8 +262,8 @@ def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
         client = stack.enter_context(socket.create_connection(server.getsockname()[:2]))
         peer = stack.enter_context(server.accept()[0])
         inodes = [os.fstat(each.fileno()).st_ino for each in (client, peer)]
-        assert set(inodes) <= sockets.inodes_of(os.getpid())
-        before = sockets.moved_by_inode()
+        assert set(inodes) <= process_stats.inodes_of(os.getpid())
+        before = process_stats.moved_by_inode()
         assert before is not None
         sender = threading.Thread(target=client.sendall, args=(bytes(3_000_000),))
         sender.start()
@@ -271,7 +271,7 @@ def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
         sender.join()
 
         def counted() -> bool:
-            now = sockets.moved_by_inode() or {}
+            now = process_stats.moved_by_inode() or {}
             return [now.get(inode, 0) - before.get(inode, 0) for inode in inodes] == [3_000_000] * 2
 
         until(counted)  # the last bytes have to be acknowledged

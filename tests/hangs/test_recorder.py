@@ -10,9 +10,9 @@ import pytest
 from elastic_ext.base.collectives import Collective
 from elastic_ext.checkpoints.ranks import DESCRIPTION
 from elastic_ext.hangs import lateness, stacks
+from elastic_ext.hangs.detector import WaitFor
 from elastic_ext.hangs.process_stats import ProcessStats
 from elastic_ext.hangs.stacks import Stay, without_our_thread
-from elastic_ext.hangs.waits import WaitFor
 from elastic_ext.hangs.watch import collective_in
 from elastic_ext.workers.bootstrap import recorder
 from elastic_ext.workers.bootstrap.recorder import Outstanding

@@ -24,9 +24,8 @@ import torch
 from torch.distributed import checkpoint
 
 from elastic_ext.agent.launch import BOOTSTRAP
-from elastic_ext.hangs import detector, process_stats, stacks, waits
-from elastic_ext.hangs.detector import WorkerStatus
-from elastic_ext.hangs.waits import WaitFor
+from elastic_ext.hangs import detector, process_stats, stacks
+from elastic_ext.hangs.detector import WaitFor, WorkerStatus
 from elastic_ext.hangs.watch import HangWatch
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -60,14 +59,14 @@ def test_a_worker_that_cannot_dump_is_not_asked(armed, state, asked):
     [
         ([(TORCH + C10D, "all_reduce"), (TORCH + "/torch/distributed/c10d_logger.py", "wrapper")], WaitFor.RANKS),
         ([(TORCH + C10D, "monitored_barrier")], WaitFor.RANKS),
-        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "wait_tensor")], WaitFor.RANKS),
+        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + detector._FUNCTIONAL, "wait_tensor")], WaitFor.RANKS),
         ([(TORCH + "/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", "foreach_all_gather_copy_out")], WaitFor.RANKS),
         ([(TORCH + "/torch/nn/parallel/distributed.py", "_sync_buffers")], WaitFor.RANKS),
         ([(TORCH + "/torch/cuda/__init__.py", "synchronize")], WaitFor.DEVICE),
         ([(TORCH + "/torch/cuda/streams.py", "synchronize")], WaitFor.DEVICE),
         ([(TORCH + C10D, "barrier")], WaitFor.DEVICE),
-        ([(TORCH + waits._FSDP_GROUP, "finalize_backward")], WaitFor.DEVICE),
-        ([(TORCH + waits._FSDP_GROUP, "wait_for_unshard")], WaitFor.RANKS),
+        ([(TORCH + detector._FSDP_GROUP, "finalize_backward")], WaitFor.DEVICE),
+        ([(TORCH + detector._FSDP_GROUP, "wait_for_unshard")], WaitFor.RANKS),
         # Their own part, perhaps.
         ([("train.py", "log_loss")], WaitFor.NOTHING),
         ([(TORCH + C10D, "_object_to_tensor"), (TORCH + C10D, "all_gather_object")], WaitFor.NOTHING),
@@ -76,7 +75,7 @@ def test_a_worker_that_cannot_dump_is_not_asked(armed, state, asked):
         ([(TORCH + C10D, "destroy_process_group")], WaitFor.NOTHING),
         ([("/usr/lib/python3.11/pickle.py", "save"), (TORCH + C10D, "all_gather_object")], WaitFor.NOTHING),
         ([(TORCH + "/torch/_ops.py", "__call__"), ("train.py", "forward")], WaitFor.NOTHING),
-        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + waits._FUNCTIONAL, "__torch_dispatch__")], WaitFor.NOTHING),
+        ([(TORCH + "/torch/_ops.py", "__call__"), (TORCH + detector._FUNCTIONAL, "__torch_dispatch__")], WaitFor.NOTHING),
         ([(TORCH + "/torch/autograd/graph.py", "_engine_run_backward")], WaitFor.NOTHING),
         ([(TORCH + "/torch/distributed/tensor/_dispatch.py", "dispatch")], WaitFor.NOTHING),
         ([(TORCH + "/torch/distributed/checkpoint/filesystem.py", "_write_files_from_queue")], WaitFor.NOTHING),
@@ -84,8 +83,10 @@ def test_a_worker_that_cannot_dump_is_not_asked(armed, state, asked):
     ],
 )
 def test_what_a_stack_waits_for(frames, wait):
-    assert waits.wait_of(stack(*frames)) is wait
-    assert waits.wait_of(stack(("train.py", "load"), others=tuple(frames[:1]))) is WaitFor.NOTHING  # only the main thread counts
+    assert detector.wait_of(stack(*frames)) is wait
+    assert (
+        detector.wait_of(stack(("train.py", "load"), others=tuple(frames[:1]))) is WaitFor.NOTHING
+    )  # only the main thread counts
 
 
 def test_stacks_in_torch_itself(tmp_path, monkeypatch):
@@ -101,11 +102,11 @@ def test_stacks_in_torch_itself(tmp_path, monkeypatch):
         monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
         monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch._C, "_cuda_synchronize", dump, raising=False)
-        assert waits.wait_of(dumped(torch.cuda.synchronize)) is WaitFor.DEVICE
+        assert detector.wait_of(dumped(torch.cuda.synchronize)) is WaitFor.DEVICE
         value = torch.ones(1, requires_grad=True)
         value.register_hook(functools.partial(next, iter(dump, "never")))
         backward = dumped((2 * value).sum().backward)
-        assert waits.wait_of(backward) is WaitFor.NOTHING
+        assert detector.wait_of(backward) is WaitFor.NOTHING
         assert detector.waits_for_others(backward)  # which only orders suspects
         monkeypatch.setattr(os, "fsync", dump)
         save = dumped(lambda: checkpoint.save({"x": torch.ones(1)}, checkpoint_id=tmp_path / "checkpoint", no_dist=True))
@@ -114,8 +115,8 @@ def test_stacks_in_torch_itself(tmp_path, monkeypatch):
 
 
 def test_no_stack_waits_for_nothing():
-    assert waits.wait_of("") is WaitFor.NOTHING
-    assert waits.wait_of("Current thread 0x7e (most recent call first):\n  <no Python frame>\n") is WaitFor.NOTHING
+    assert detector.wait_of("") is WaitFor.NOTHING
+    assert detector.wait_of("Current thread 0x7e (most recent call first):\n  <no Python frame>\n") is WaitFor.NOTHING
 
 
 @pytest.mark.seam
@@ -130,28 +131,28 @@ faulthandler.dump_traceback(open(sys.argv[1], "w"))
 """
     subprocess.run([sys.executable, "-c", program, tmp_path / "stacks"], check=True)
     text = (tmp_path / "stacks").read_text()
-    assert len(waits.threads(text)) == 101
-    assert waits.threads(text)[-1] == ""
-    assert waits.wait_of(text) is WaitFor.NOTHING
+    assert len(detector.threads(text)) == 101
+    assert detector.threads(text)[-1] == ""
+    assert detector.wait_of(text) is WaitFor.NOTHING
     assert not detector.waits_for_others(text)
-    assert waits.main_thread_first(text, 100).startswith("Thread 0x")
+    assert detector.main_thread_first(text, 100).startswith("Thread 0x")
 
 
 def test_people_see_the_main_thread_first():
     idle, main = stack(others=((f"/usr/lib/{'x' * 2000}/threading.py", "wait"),)), stack()
-    shown = waits.main_thread_first(idle, 1000)
+    shown = detector.main_thread_first(idle, 1000)
     assert shown.startswith(main.rstrip())
     assert len(shown) == 1000
-    assert waits.main_thread_first("", 1000) == ""
+    assert detector.main_thread_first("", 1000) == ""
 
 
 def test_idle_threads_are_told_from_others():
     library = "/usr/lib/python3.11"
     idle = ((f"{library}/threading.py", "wait"), (f"{library}/selectors.py", "select"))
-    assert waits.others_idle(stack(others=idle))
-    assert waits.others_idle(stack(others=()) + "\n")
-    assert waits.others_idle("Thread 0x7a (most recent call first):\n  <no Python frame>\n\n" + stack())
-    assert not waits.others_idle(stack(others=(*idle, ("train.py", "upload"))))
+    assert detector.others_idle(stack(others=idle))
+    assert detector.others_idle(stack(others=()) + "\n")
+    assert detector.others_idle("Thread 0x7a (most recent call first):\n  <no Python frame>\n\n" + stack())
+    assert not detector.others_idle(stack(others=(*idle, ("train.py", "upload"))))
 
 
 # When it matters.

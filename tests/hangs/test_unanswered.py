@@ -154,7 +154,7 @@ time.sleep(1000)
 """
 CONNECT = """
 import os, socket, sys
-from elastic_ext.hangs import process_stats, sockets, unanswered
+from elastic_ext.hangs import process_stats, unanswered
 from tests.hangs.test_unanswered import told
 address = sys.argv[1], int(sys.argv[2])
 unanswered.RETRANSMISSIONS = 3
@@ -167,7 +167,7 @@ for line in sys.stdin:
         first.sendall(b"x")
         late.connect_ex(address)
     own = process_stats.open_sockets([os.getpid()])[os.getpid()]
-    print(told(unanswered.reach_of(sockets.connections({7: own}))), flush=True)
+    print(told(unanswered.reach_of(process_stats.connections({7: own}))), flush=True)
 """
 WATCH = """
 import sys

@@ -14,8 +14,8 @@ from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.http import pages
 from elastic_ext.http.gate import Gate
 from elastic_ext.http.server import MetricsServer
-from elastic_ext.status import status_records
-from elastic_ext.status.status_records import Document, Failure, GoodputPoint, Job, NodeStatus, RoundSpan, Straggler, Unknown
+from elastic_ext.status import job_status
+from elastic_ext.status.job_status import Document, Failure, GoodputPoint, Job, NodeStatus, RoundSpan, Straggler, Unknown
 from tests.programs import needs
 
 LIMIT_MS = 180_000.0
@@ -45,7 +45,7 @@ def chromium() -> Iterator[Any]:
 @contextlib.contextmanager
 def served(document: Document, gate: Gate | None = None) -> Iterator[str]:
     """Serve a document with the agent's own page; yield the URL."""
-    server = MetricsServer(pages.of_job(lambda: status_records.encode(document).encode()), gate=gate)
+    server = MetricsServer(pages.of_job(lambda: job_status.encode(document).encode()), gate=gate)
     try:
         assert server.url is not None
         yield server.url

@@ -21,7 +21,7 @@ import pytest
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.cli import main
 from elastic_ext.http.gate import Gate
-from elastic_ext.status.status_records import Refusal, Straggler, Unknown
+from elastic_ext.status.job_status import Refusal, Straggler, Unknown
 from tests.etcd_server import Certificates, EtcdServer
 from tests.jobs import ROOT, SCRIPTS, Job
 from tests.status.pages_in_chromium import (

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.status import trainjob_posts
-from elastic_ext.status.trainjob import MAX_GAUGES, Training, TrainJobState, body_of
-from elastic_ext.status.trainjob_posts import Poster, target_of
+from elastic_ext.status import trainjob
+from elastic_ext.status.trainjob import MAX_GAUGES, Poster, Training, TrainJobState, body_of, target_of
 from tests.etcd_server import Certificates
 from tests.status.trainer_server import PATH, TrainerServer, wrong
 from tests.until import LIMIT_S, until
@@ -74,7 +73,7 @@ def test_the_gauges_of_the_script_are_bounded_and_ours_win():
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A good answer may take long on a busy machine."""
-    monkeypatch.setattr(trainjob_posts, "REQUEST_S", 600.0)
+    monkeypatch.setattr(trainjob, "REQUEST_S", 600.0)
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ def test_it_posts_again_and_again_with_the_token_that_is_there_now(trainer, toke
 
 @pytest.mark.seam
 def test_a_change_is_posted_before_the_interval_is_over_and_at_the_end(trainer, token, monkeypatch):
-    monkeypatch.setattr(trainjob_posts, "GAP_S", 0.0)
+    monkeypatch.setattr(trainjob, "GAP_S", 0.0)
     posting = poster(trainer.environ(token), interval_s=3600)
     posting.changed()
     trainer.wait(1)
@@ -125,7 +124,7 @@ def test_a_change_is_posted_before_the_interval_is_over_and_at_the_end(trainer, 
     trainer.wait(2)
     posting.close(LIMIT_S)
     assert len(trainer.posts) == 2  # nothing new
-    monkeypatch.setattr(trainjob_posts, "GAP_S", 3600)
+    monkeypatch.setattr(trainjob, "GAP_S", 3600)
     posting = poster(trainer.environ(token), interval_s=3600)
     posting.changed()
     posting.close(LIMIT_S)
@@ -144,14 +143,14 @@ def test_a_change_is_posted_before_the_interval_is_over_and_at_the_end(trainer, 
     ],
 )
 def test_it_says_once_what_fails_and_goes_on(trainer, token, caplog, monkeypatch, answer, said):
-    monkeypatch.setattr(trainjob_posts, "LONGEST_S", 0.1)
+    monkeypatch.setattr(trainjob, "LONGEST_S", 0.1)
     if answer in ("hang", "drip"):
-        monkeypatch.setattr(trainjob_posts, "REQUEST_S", 1.0)
+        monkeypatch.setattr(trainjob, "REQUEST_S", 1.0)
     caplog.set_level(logging.INFO, "elastic_ext")
     trainer.answers = [answer, answer, 200]
     posting = poster(trainer.environ(token))
     trainer.wait(2)
-    monkeypatch.setattr(trainjob_posts, "REQUEST_S", 600.0)
+    monkeypatch.setattr(trainjob, "REQUEST_S", 600.0)
     until(lambda: "posted again after" in caplog.text)
     posting.close(LIMIT_S)
     (warning,) = warnings(caplog)
@@ -229,6 +228,6 @@ def test_a_server_that_hangs_does_not_hold_up_the_end(trainer, token, answer, ca
 
 
 def test_the_more_posts_fail_the_longer_it_waits():
-    waits = [trainjob_posts.next_post_s(30, failures) for failures in (0, 1, 2, 3, 4, 5, 1000)]
+    waits = [trainjob.next_post_s(30, failures) for failures in (0, 1, 2, 3, 4, 5, 1000)]
     assert waits == [30, 60, 120, 240, 480, 600, 600]
-    assert trainjob_posts.next_post_s(3600, 9) == 3600
+    assert trainjob.next_post_s(3600, 9) == 3600

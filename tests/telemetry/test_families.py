@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from elastic_ext.telemetry.collectors import OutageChange, OutageWatch, VerdictMetrics
+from elastic_ext.telemetry.agent_metrics import OutageChange, OutageWatch, VerdictMetrics
 from tests.etcd_server import EtcdServer
 from tests.jobs import TORCHRUN, Job
 from tests.until import LIMIT_S, until

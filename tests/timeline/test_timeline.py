@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from elastic_ext.events import event_table
-from elastic_ext.events.event_table import EVENTS, EventTime, Source
-from elastic_ext.status.status_records import RoundSpan
+from elastic_ext.events.event_table import EventTime, Source
+from elastic_ext.status.job_status import RoundSpan
 from elastic_ext.timeline import builder, events, model
 from elastic_ext.timeline.events import TimelineEvent
 from elastic_ext.timeline.model import (
@@ -28,6 +28,7 @@ from elastic_ext.timeline.model import (
     Row,
     Span,
 )
+from tests.reference import EVENT_SCHEMA, EVENTS
 from tests.status.pages_in_chromium import document, failure
 
 BLANK = {"string": "", "integer": 0, "number": 0.0, "boolean": False, "array": [], "object": {}}
@@ -41,7 +42,8 @@ class Agent:
 
     def at(self, when: float, name: str, /, **own: object) -> None:
         self.round = int(own.pop("round_", self.round))  # type: ignore[arg-type]
-        blank = {each.name: None if each.optional else BLANK[each.type.split(" of ")[0]] for each in EVENTS[name].fields}
+        fields = EVENTS[name]["properties"].items()
+        blank = {field: BLANK[of["type"]] if isinstance(of["type"], str) else None for field, of in fields}
         moment = EventTime(1.8e9 + when + self.ahead, when + self.booted, self.round)
         self.text += json.dumps(event_table.record(name, self.source, moment, {**blank, **own})) + "\n"  # type: ignore[arg-type]
 
@@ -299,7 +301,7 @@ def test_fields_of_another_type_and_unknown_events_do_no_harm():
     text = ""
     for line in (one := one_crash().text).splitlines():
         record = json.loads(line)
-        common = {each.name for each in event_table.COMMON}
+        common = EVENT_SCHEMA["properties"].keys()
         text += json.dumps({key: value if key in common else [value] for key, value in record.items()}) + "\n"
     found, faults = events.parse(text + json.dumps({**json.loads(one.splitlines()[0]), "event": "of a newer version"}) + "\n", "")
     assert faults == []

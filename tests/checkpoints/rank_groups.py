@@ -68,9 +68,7 @@ class RankGroups:
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        line = "[Gloo]"
-        while line.startswith("[Gloo]"):  # torch 2.8 prints how it connects
-            line = self._process.stdout.readline()
+        line = self._process.stdout.readline()
         assert line, f"the process that forks ranks has ended; see {self.stderr}: {self.stderr.read_text()[-3000:]}"
         found: dict[str, Any] = json.loads(line)
         return found

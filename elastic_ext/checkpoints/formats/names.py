@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.base.setting_sources import compile_pattern
+from elastic_ext.base.settings import compile_pattern
 from elastic_ext.checkpoints.formats.manifest import order_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 

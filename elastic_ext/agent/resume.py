@@ -20,8 +20,8 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from elastic_ext.agent import launch
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.base import checkpoint_variables, files, kinds
-from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.base import contracts, files, kinds
+from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing
@@ -161,8 +161,8 @@ class ResumePoint(Companion):
         if self._settings.checkpoint_dir is None:
             return {}
         return {
-            checkpoint_variables.CHECKPOINT_DIR: self._settings.checkpoint_dir,
-            checkpoint_variables.LOCAL_DIR: self._settings.local_dir or "",
+            contracts.CHECKPOINT_DIR: self._settings.checkpoint_dir,
+            contracts.LOCAL_DIR: self._settings.local_dir or "",
             **self.checkpoint.variables,
             **self._memory,
         }

@@ -20,7 +20,7 @@ from typing import cast
 
 import torch
 
-from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
+from elastic_ext.base.contracts import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.checkpoints.directory import MARKERS
 from elastic_ext.checkpoints.directory.tiers import node_of, rank_of, ranks_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, StoredFile

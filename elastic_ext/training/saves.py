@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from elastic_ext.base import checkpoint_variables, round_store
+from elastic_ext.base import contracts, round_store
 from elastic_ext.training.worker import Worker, this_worker
 from elastic_ext.workers.worker_env import MEMORY_THREAD as MEMORY_THREAD  # for the checkpoints
 
@@ -152,12 +152,12 @@ def resume_from() -> str | None:
 
     It is a path or a URL: of this rank's own file, if each rank wrote one.
     """
-    return os.environ.get(checkpoint_variables.RESUME_FROM) or None
+    return os.environ.get(contracts.RESUME_FROM) or None
 
 
 def resume_step() -> int | None:
     """Return the step in the content of the checkpoint of `resume_from`, else in its name; None if neither holds one."""
-    step = os.environ.get(checkpoint_variables.RESUME_STEP)
+    step = os.environ.get(contracts.RESUME_STEP)
     return int(step) if step else None
 
 

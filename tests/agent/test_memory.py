@@ -12,9 +12,8 @@ import pytest
 
 from elastic_ext.agent import launch, resume
 from elastic_ext.agent.resume import MemoryCopies, ResumePoint, remove_orphans
-from elastic_ext.base import checkpoint_variables, kinds, settings
-from elastic_ext.base.checkpoint_variables import MemoryRoom, memory_room, resume_variables
-from elastic_ext.base.contracts import SingleNode
+from elastic_ext.base import contracts, kinds, settings
+from elastic_ext.base.contracts import MemoryRoom, SingleNode, memory_room, resume_variables
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.offers import NewestSaved, read_offers
@@ -91,7 +90,7 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
 
 
 def test_the_variables_for_workers_suit_warm_standbys_and_an_agent_within_a_worker(tmp_path):
-    names = {value for name, value in vars(checkpoint_variables).items() if name.isupper()}
+    names = {value for name, value in vars(contracts).items() if name.isupper()}
     assert names <= PER_WORKER
     of_worker = MemoryRoom("/dev/shm/x/memory", 100, None, "rack", 4e6).variables(2)
     assert memory_room(of_worker) == MemoryRoom("/dev/shm/x/memory", 50, None, "rack", 2e6)

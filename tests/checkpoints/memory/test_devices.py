@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.checkpoints.directory.tiers import manifest_of
 from elastic_ext.checkpoints.formats.manifest import Manifest, directory_name
 from elastic_ext.checkpoints.local_tier import LocalTier, Parts

@@ -22,10 +22,9 @@ from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.lateness import straggler
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.resume import MemoryCopies
-from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import Start
-from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.base.wakeup import Wakeup, held, raise_again
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.failures.ledger import JobVerdict

@@ -25,7 +25,7 @@ from prometheus_client.exposition import choose_encoder, write_to_textfile
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from elastic_ext.base.wakeup import Wakeup, readable
+from elastic_ext.base.wakeup import Wakeup, held, readable
 
 logger = logging.getLogger(__name__)
 
@@ -240,8 +240,6 @@ class LastScrape:
 
         wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing so far.
         """
-        from elastic_ext.base.held_signals import held  # imports torch, which pages and their server do without
-
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup
         with held() as signals:

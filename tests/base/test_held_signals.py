@@ -7,9 +7,9 @@ import signal
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.base import held_signals
-from elastic_ext.base.held_signals import SIGNALS, held, raise_again
+from elastic_ext.base import wakeup
 from elastic_ext.base.torch_private import received, taken_for_sigterm
+from elastic_ext.base.wakeup import SIGNALS, held, raise_again
 from tests.interrupted import told_at_line
 
 
@@ -59,7 +59,7 @@ def test_one_that_comes_while_they_are_put_back_takes_no_other_with_it(handlers)
 
     def interrupted(line: int) -> bool:
         told, raised = [], []
-        with told_at_line(line, {held_signals.__file__}, signal.SIGTERM) as came:
+        with told_at_line(line, {wakeup.__file__}, signal.SIGTERM) as came:
             try:
                 with held() as told:
                     pass

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 
 from elastic_ext.base.contracts import LeaseRevocation
-from elastic_ext.workers import pidfds
+from elastic_ext.workers import processes
 from elastic_ext.workers.reaper import reaper
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,9 @@ class Reaper:
 
     def _start(self) -> None:
         try:
-            with pidfds.signals_blocked():
+            with processes.signals_blocked():
                 self._process = self._spawn()
-                self.pidfd = pidfds.watch(self._process.pid)
+                self.pidfd = processes.watch(self._process.pid)
         except OSError as error:
             self._kill()
             if not self._cannot_start:
@@ -58,7 +58,7 @@ class Reaper:
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         arguments = str(reaper.VERSION), str(os.getpid()), self._token, self._run_dir
-        process = pidfds.start_helper(reaper.__file__, *arguments, stdin=subprocess.PIPE, pass_fds=self._inherited())
+        process = processes.start_helper(reaper.__file__, *arguments, stdin=subprocess.PIPE, pass_fds=self._inherited())
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)  # a reaper that does not read must not block the agent
         return process
@@ -84,7 +84,7 @@ class Reaper:
         if self._process is None:
             return
         if self._process.poll() is None:
-            pidfds.resume(self._process.pid, "reaper")
+            processes.resume(self._process.pid, "reaper")
             return
         pid, code = self._process.pid, self._process.returncode
         self._release()
@@ -119,11 +119,11 @@ class Reaper:
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> bool:
         """Wait for the process to end. Return False if it stays stopped."""
-        pidfds.resume(process.pid, "reaper")
+        processes.resume(process.pid, "reaper")
         try:
             process.wait(STOPPED_S)
         except subprocess.TimeoutExpired:
-            if pidfds.state(process.pid) in ("T", "t"):
+            if processes.state(process.pid) in ("T", "t"):
                 logger.warning("the reaper (pid %s) stays stopped; killing it", process.pid)
                 return False
         try:

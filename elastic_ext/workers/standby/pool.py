@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_ext.base.printable import Block, masked
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.workers import limits, pidfds
+from elastic_ext.workers import limits, processes
 from elastic_ext.workers.reaper import reaper
 from elastic_ext.workers.standby import modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
@@ -167,7 +167,7 @@ class PoolThread:
             self._refill()
             refill_s = None
         if self._server is not None:
-            pidfds.resume(self._server.pid, "standby server")
+            processes.resume(self._server.pid, "standby server")
             if (reason := rules.memory_shortage(limits.memory_left(), 0, server_runs=True)) is not None:
                 self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
         coming = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers

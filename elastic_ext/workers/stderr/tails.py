@@ -47,7 +47,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from elastic_ext.workers import pidfds
+from elastic_ext.workers import processes
 from elastic_ext.workers.progress import named_pipe
 from elastic_ext.workers.reaper import reaper
 from elastic_ext.workers.stderr import relay
@@ -119,7 +119,7 @@ def _start_process(console: int) -> tuple[subprocess.Popen[bytes] | None, socket
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        process = pidfds.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
+        process = processes.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
     except OSError as error:
         ours.close()
         theirs.close()
@@ -277,7 +277,7 @@ class RelayClient:
     def _resume(self) -> None:
         """Continue the process if it was stopped: full pipes would soon block the workers."""
         if (pid := self.pid) is not None:
-            pidfds.resume(pid, "stderr relay")
+            processes.resume(pid, "stderr relay")
 
     def _await_end(self, timeout_s: float) -> bool:
         """Return whether the process ended within this time; True for a thread."""
@@ -294,7 +294,7 @@ class RelayClient:
         while (process := self._process) is not None:
             pidfd = None
             try:
-                pidfd = pidfds.watch(process.pid)
+                pidfd = processes.watch(process.pid)
             except ProcessLookupError:  # another thread has reaped it in _revive, and may be about to start the next
                 with self._lock:
                     if self._process is not process:

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.agent import hangs, launch
 from elastic_ext.base.settings import Settings
-from elastic_ext.workers import limits, pidfds
+from elastic_ext.workers import limits, processes
 from elastic_ext.workers.standby import client, import_checks, rules
 from elastic_ext.workers.standby import server as server_program
 from elastic_ext.workers.standby.client import ServerProcess
@@ -500,7 +500,7 @@ def test_a_standby_that_does_not_answer_is_not_taken(tmp_path):
         job.wait_for("1 warm standbys wait")
         (standby,) = waiting_standbys(job.process.pid, 1)
         os.kill(standby, signal.SIGSTOP)
-        until(lambda: pidfds.state(standby) == "T")
+        until(lambda: processes.state(standby) == "T")
         gate.open()
         done = job.finish()
         assert wait_gone([standby]) == []

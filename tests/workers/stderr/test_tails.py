@@ -14,7 +14,7 @@ import threading
 import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
-from elastic_ext.workers import pidfds
+from elastic_ext.workers import processes
 from elastic_ext.workers.stderr import relay
 from elastic_ext.workers.stderr import tails as stderr_tails
 from elastic_ext.workers.stderr.tails import TAIL_BYTES, StderrTails
@@ -194,8 +194,8 @@ def test_much_is_carried_whole_and_the_last_of_it_is_kept(console, tails, worker
 def test_lines_of_many_workers_stay_whole(console, tails, worker):
     console.read()
     script = "for n in range(3000): os.write(2, b'{0} %05d {1}\\n' % n)"
-    processes = [worker(script.format(rank, "y" * 10 * rank), local_rank=rank) for rank in range(4)]
-    assert [process.wait(LIMIT_S) for process in processes] == [0] * 4
+    workers = [worker(script.format(rank, "y" * 10 * rank), local_rank=rank) for rank in range(4)]
+    assert [process.wait(LIMIT_S) for process in workers] == [0] * 4
     tails.close()
     lines = console.rest().decode().splitlines()
     for rank in range(4):
@@ -237,7 +237,7 @@ def test_the_next_relay_writes_what_a_killed_one_had_read(console, tails, worker
     # More than the console's pipe takes: the relay has some of it, the worker's pipe the rest.
     process = worker(f"os.write(2, b'a' * {MUCH} + b'b')")
     until(lambda: console.full)
-    until(lambda: pidfds.state(relay_pid(tails)) == "S")  # killed between the write and its mark, it would write twice
+    until(lambda: processes.state(relay_pid(tails)) == "S")  # killed between the write and its mark, it would write twice
     os.kill(relay_pid(tails), signal.SIGKILL)
     console.read()
     assert process.wait(LIMIT_S) == 0
@@ -305,7 +305,7 @@ def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(
 @pytest.mark.full
 def test_a_console_that_is_full_holds_the_writer_as_it_would_without_a_relay(console, tails, worker):
     process = worker("os.write(2, b'a' * 5_000_000); print('through')")
-    until(lambda: console.full and {pidfds.state(relay_pid(tails)), pidfds.state(process.pid)} == {"S"})
+    until(lambda: console.full and {processes.state(relay_pid(tails)), processes.state(process.pid)} == {"S"})
     assert select.select([process.stdout], [], [], 0)[0] == []
     console.read()
     assert process.stdout.readline() == b"through\n"

@@ -33,8 +33,8 @@ from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import host_of
+from elastic_ext.workers.logs import StderrTails
 from elastic_ext.workers.processes import Exit
-from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
 

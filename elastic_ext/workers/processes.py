@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from elastic_ext.base.wakeup import milliseconds
+from elastic_ext.workers import reaper
 from elastic_ext.workers.progress import EndingWorkers
-from elastic_ext.workers.reaper import reaper
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike

@@ -20,8 +20,7 @@ from typing import Any
 
 from elastic_ext.base.printable import Block, masked
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.workers import limits, processes
-from elastic_ext.workers.reaper import reaper
+from elastic_ext.workers import limits, processes, reaper
 from elastic_ext.workers.standby import modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER

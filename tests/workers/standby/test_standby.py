@@ -545,7 +545,7 @@ def test_nothing_survives_a_killed_agent(tmp_path):
         # Workers, the server, standbys, the reaper, the relay. While some come and go the kernel may leave out others: proc(5).
         pids: set[int] = set()
         until(lambda: pids.update(children(job.process.pid)) or len(pids) >= 2 + 1 + 2 + 1 + 1)
-        assert any("stderr/relay.py" in command_of(pid) for pid in pids)
+        assert any("workers/relay.py" in command_of(pid) for pid in pids)
         job.process.kill()
         assert wait_gone(list(pids)) == []
 

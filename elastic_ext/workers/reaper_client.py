@@ -9,8 +9,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Sequence
 
 from elastic_ext.base.contracts import LeaseRevocation
-from elastic_ext.workers import processes
-from elastic_ext.workers.reaper import reaper
+from elastic_ext.workers import processes, reaper
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_ext.base import files
+from elastic_ext.base.diagnosis import KINDS
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.kinds import KINDS
 from elastic_ext.base.printable import literal, printable
 from elastic_ext.base.records import MAX_NAME, is_name
 

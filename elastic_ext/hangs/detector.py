@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.base.collectives import Collective
+from elastic_ext.base.diagnosis import Collective
 from elastic_ext.hangs.waits import WaitFor, threads
 
 # The least that is published for hang detection is 15 s. A device may be busy with what this rank itself has asked of it.

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.base import records
-from elastic_ext.base.collectives import Collective
+from elastic_ext.base.diagnosis import Collective
 from elastic_ext.hangs import detector, process_stats, sockets, stacks, unanswered
 from elastic_ext.hangs.detector import Activity, Assessment, Stuck, WorkerStatus
 from elastic_ext.hangs.process_stats import ProcessStats, Rates

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 from prometheus_client import ProcessCollector
 from prometheus_client.registry import CollectorRegistry
 
-from elastic_ext.base.kinds import KINDS
+from elastic_ext.base.diagnosis import KINDS
 from elastic_ext.base.printable import shown
 from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families

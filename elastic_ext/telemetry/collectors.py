@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from elastic_ext.base.kinds import KINDS
+from elastic_ext.base.diagnosis import KINDS
 from elastic_ext.base.printable import shown
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.families import DECISIONS, FAILED, OK, OTHER, FamilyCollector, UnixClock, Values

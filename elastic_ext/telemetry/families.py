@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from elastic_ext.base import goodput
-from elastic_ext.base.kinds import KINDS
+from elastic_ext.base.diagnosis import KINDS
 from elastic_ext.events.recovery import FIRST_STEP, MEMBERSHIP
 from elastic_ext.workers.standby.rules import ColdReason
 

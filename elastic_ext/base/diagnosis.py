@@ -55,11 +55,7 @@ MOST_NAMED = 8  # collectives in a text
 _SAME_SHAPES = {"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
 
 
-def _is_short(text: str) -> bool:
-    return len(text) <= 200 and text.isprintable()
-
-
-_Short = Annotated[str, _is_short]
+_Short = Annotated[str, lambda text: len(text) <= 200 and text.isprintable()]
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ import fcntl
 import glob
 import os
 import secrets
-import select
 import shutil
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from elastic_ext.base.wakeup import readable
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -112,15 +113,13 @@ def read_text(path: str, max_bytes: int = MAX_BYTES) -> str:
 
 
 def _content(descriptor: int, path: str, max_bytes: int) -> bytes:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
     pieces: list[bytes] = []
     size = 0
     end = time.monotonic() + LONGEST_S
     while True:
         left_s = min(WAIT_S, end - time.monotonic())
-        # poll() returns nothing for a pipe that has had no writer yet, and "ended" for one whose writers are gone.
-        if left_s <= 0 or not poll.poll(left_s * 1000):
+        # poll(2) reports nothing for a pipe that has had no writer yet, and "ended" for one whose writers are gone.
+        if left_s <= 0 or not readable(descriptor, left_s):
             raise OSError(errno.ETIMEDOUT, f"a pipe or device that sent nothing for {WAIT_S:g} s", path)
         try:
             piece = os.read(descriptor, 1 << 20)

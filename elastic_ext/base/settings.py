@@ -210,30 +210,6 @@ MAX_CHARACTERS = 200  # of an invalid value in a message
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # spaces and line breaks may separate words
 
 
-def read_values(
-    known: Mapping[str, SettingType], renamed: Mapping[str, str], rdzv_conf: Mapping[str, object], environ: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the values of the settings that some source gives.
-
-    known: the types of all settings, by key. renamed: the new key for each old one. An old key works, but logs a warning.
-    rdzv_conf: the keys and values of `--rdzv-conf`, including torch's own. environ: the environment of the agent.
-
-    Raises:
-        UsageError: an unknown key (the message names the nearest known one), a key given by its old and its new name, an invalid
-            value, or an unreadable file.
-    """
-    found: dict[str, Any] = {}
-    keys = {*known, *renamed}
-    for origin, given in (
-        _from_file(environ.get(ENV_PREFIX + "CONFIG")),
-        ("the environment", _from_environ(environ, keys)),
-        ("--rdzv-conf", {key: value for key, value in rdzv_conf.items() if not _is_torchs(key, keys)}),
-    ):
-        for key, value in _with_new_keys(given, renamed, origin).items():
-            found[key] = _parsed(known, key, value, origin)
-    return found
-
-
 def _is_torchs(key: str, ours: set[str]) -> bool:
     """Return whether torch reads this key itself: a known one, or one that is new in the installed torch."""
     if key in TORCH_KEYS or key in ours or not key.isidentifier():
@@ -267,10 +243,10 @@ def _from_environ(environ: Mapping[str, str], keys: set[str]) -> Mapping[str, st
     return found
 
 
-def _with_new_keys(given: Mapping[str, object], renamed: Mapping[str, str], origin: str) -> dict[str, object]:
+def _with_new_keys(given: Mapping[str, object], origin: str) -> dict[str, object]:
     found = {}
     for key, value in given.items():
-        new = renamed.get(key, key)
+        new = RENAMED.get(key, key)
         if new != key:
             if new in given:
                 raise UsageError(f"setting {new} is given twice in {origin}: {key} is its old name")
@@ -279,20 +255,20 @@ def _with_new_keys(given: Mapping[str, object], renamed: Mapping[str, str], orig
     return found
 
 
-def _parsed(known: Mapping[str, SettingType], key: str, value: object, origin: str) -> object:
-    if key not in known:
+def _parsed(key: str, value: object, origin: str) -> object:
+    if key not in _TYPES:
         if key[:1] in ("'", '"'):
             raise UsageError(f"{origin} has quotes around {literal(key, MAX_CHARACTERS)}: they are for a shell, leave them out")
-        near = difflib.get_close_matches(key, [*known, *TORCH_KEYS], n=1, cutoff=0.0)
+        near = difflib.get_close_matches(key, [*_TYPES, *TORCH_KEYS], n=1, cutoff=0.0)
         raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
-    shown = "***" if known[key].secret else literal(value, MAX_CHARACTERS)
+    shown = "***" if _TYPES[key].secret else literal(value, MAX_CHARACTERS)
     try:
         text = str(value).strip()
         if _CONTROL.search(text):
             raise UsageError(f"setting {key}={shown} in {origin}: expected a text without control characters")
-        return known[key].parse(text)
+        return _TYPES[key].parse(text)
     except (ValueError, KeyError, OverflowError, RecursionError) as error:  # a file may hold a number or a table of any size
-        raise UsageError(f"setting {key}={shown} in {origin}: expected {known[key].expected}") from error
+        raise UsageError(f"setting {key}={shown} in {origin}: expected {_TYPES[key].expected}") from error
 
 
 # For the agent only, never for its workers.
@@ -466,9 +442,20 @@ def read(rdzv_conf: Mapping[str, object], environ: Mapping[str, str]) -> Setting
 
     rdzv_conf: the keys and values of `--rdzv-conf`, including torch's own. environ: the environment of the agent.
 
-    Raises UsageError: an unknown key (the message names the nearest known one), an invalid value, or an unreadable file.
+    Raises:
+        UsageError: an unknown key (the message names the nearest known one), a key given by its old and its new name, an invalid
+            value, or an unreadable file.
     """
-    return Settings(**read_values(_TYPES, RENAMED, rdzv_conf, environ))
+    found: dict[str, Any] = {}
+    keys = {*_TYPES, *RENAMED}
+    for origin, given in (
+        _from_file(environ.get(ENV_PREFIX + "CONFIG")),
+        ("the environment", _from_environ(environ, keys)),
+        ("--rdzv-conf", {key: value for key, value in rdzv_conf.items() if not _is_torchs(key, keys)}),
+    ):
+        for key, value in _with_new_keys(given, origin).items():
+            found[key] = _parsed(key, value, origin)
+    return Settings(**found)
 
 
 # (a time, the time that it must not exceed, why)

@@ -59,6 +59,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from elastic_ext.base import files
+from elastic_ext.base.wakeup import readable
 from elastic_ext.workers import processes, progress_layout, reaper, relay, worker_env
 from elastic_ext.workers.progress import named_pipe
 
@@ -273,9 +274,7 @@ class RelayClient:
         """Return the answer to this flush; None on a timeout or if the relay has ended."""
         if self._control.fileno() < 0:
             return None
-        poll = select.poll()
-        poll.register(self._control, select.POLLIN)
-        while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+        while readable(self._control.fileno(), deadline - time.monotonic()):
             try:
                 answer = self._control.recv(256).split()
             except OSError:

@@ -130,7 +130,7 @@ def status(descriptor: int, pid: int) -> os.waitid_result | None:
 
 def state(pid: int) -> str:
     """Return the state of a process, a letter from proc_pid_stat(5); "" if there is no such process."""
-    return _stat(pid)[:1]
+    return next(iter(reaper.stat_fields(pid)), "")
 
 
 def is_ending(pid: int) -> bool:
@@ -139,17 +139,8 @@ def is_ending(pid: int) -> bool:
     The kernel marks a process before it closes its connections and devices, and reports its end only afterwards: seconds later
     where a driver has much to release.
     """
-    fields = _stat(pid).split()
+    fields = reaper.stat_fields(pid)
     return len(fields) > _FLAGS and bool(int(fields[_FLAGS]) & _PF_EXITING)
-
-
-def _stat(pid: int) -> str:
-    """Return what proc_pid_stat(5) says of a process from its third field on; "" if there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
-            return stat.read().rpartition(") ")[2]
-    except OSError:
-        return ""
 
 
 @contextmanager

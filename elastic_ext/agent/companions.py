@@ -35,8 +35,8 @@ from elastic_ext.status.trainjob import Training, TrainJobState, body_of
 from elastic_ext.status.trainjob_posts import Poster, Target, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
+from elastic_ext.workers.processes import Reaper
 from elastic_ext.workers.progress import Progress, WakePipe
-from elastic_ext.workers.reaper_client import Reaper
 from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
 

@@ -20,12 +20,7 @@ from pathlib import Path
 from elastic_ext.base.wakeup import readable
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file with one that holds this text; see `write_whole_bytes`."""
-    write_whole_bytes(path, text.encode())
-
-
-def write_whole_bytes(path: Path, data: bytes) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file with one that holds this; the umask sets its mode. Raises OSError, and then leaves no part file.
 
     Invariants: readers see the whole old file or the whole new one. No link is followed, neither in place of the file nor of the
@@ -35,7 +30,7 @@ def write_whole_bytes(path: Path, data: bytes) -> None:
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         with open(descriptor, "wb") as file:
-            file.write(data)
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
-from elastic_ext.base.files import read_text, write_whole_bytes
+from elastic_ext.base.files import read_text, write_whole
 from elastic_ext.base.records import RecordError
 from elastic_ext.cli import Commands, job_source, print_error, print_line
 from elastic_ext.timeline import builder, events
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             print_error(str(error))
             return EX_UNAVAILABLE
     try:
-        write_whole_bytes(Path(args.output), draw(drawn))
+        write_whole(Path(args.output), draw(drawn))
     except OSError as error:
         raise UsageError(f"timeline: {args.output} cannot be written: {error}") from error
     print_line(f"{args.output}: {len(drawn.rows)} rows, {len(drawn.interruptions)} failures, {len(drawn.saved)} checkpoints")

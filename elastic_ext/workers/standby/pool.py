@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ext.base.printable import Block, masked
+from elastic_ext.base.printable import Block
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.workers import limits, processes, reaper
 from elastic_ext.workers.standby import modules, rules
@@ -238,7 +238,7 @@ class PoolThread:
 
     def _server_ended(self, server: ServerProcess) -> None:
         ended = server.how_it_ended()
-        reason = masked(str(ended), self._modules.spec.environ())
+        reason = self._modules.masked(str(ended))
         logger.warning("the standby server (pid %s) has ended: %s", server.pid, Block(reason))
         self._end_all()
         if not ended.killed:  # another server would end the same way

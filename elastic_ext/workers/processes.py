@@ -550,17 +550,14 @@ class Reaper:
         """End the reaper. Unless clean, everything that the agent started is dead when this returns."""
         if not clean:
             self.revive()  # without a reaper, what the agent started would survive
-        if self._process is None:
-            if not clean:
-                reaper.kill_marked(self._token.encode())
+        if self._process is not None:
+            self._send(f"{reaper.END} {reaper.CLEAN}" if clean else reaper.END)
+        if self._process is not None and self._await_end(self._process):
+            self._release()
             return
-        self._send(f"{reaper.END} {reaper.CLEAN}" if clean else reaper.END)
-        if self._process is None or not self._await_end(self._process):
-            self._kill()
-            if not clean:
-                reaper.kill_marked(self._token.encode())
-            return
-        self._release()
+        self._kill()
+        if not clean:
+            reaper.kill_marked(self._token.encode())
 
     def _await_end(self, process: subprocess.Popen[bytes]) -> bool:
         """Wait for the process to end. Return False if it stays stopped."""

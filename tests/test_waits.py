@@ -26,8 +26,8 @@ WHY = {
     "agent/hangs.py:dump": "a file of another process; only when all workers hang",
     "workers/processes.py:poll": "under a tracer a process ends before its parent learns of it",
     "workers/standby/client.py:_reap_group": "nothing tells that the last process has left a group; after a standby server's end",
-    "workers/reaper/reaper.py:wait": "where there are no pidfds nothing tells of the end of a stranger",
-    "workers/reaper/reaper.py:_kill_all": "a child between fork and exec; the agent is dead by then",
+    "workers/reaper.py:wait": "where there are no pidfds nothing tells of the end of a stranger",
+    "workers/reaper.py:_kill_all": "a child between fork and exec; the agent is dead by then",
 }
 
 

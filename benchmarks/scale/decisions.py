@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from elastic_ext.base.kinds import Response
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import Diagnosis, classify
 from elastic_ext.failures.evidence import WAITS, Evidence, RaisedException

@@ -22,10 +22,9 @@ from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.lateness import straggler
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.resume import MemoryCopies
-from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import Start
-from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.base.wakeup import Wakeup, held, raise_again
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.failures.ledger import JobVerdict
@@ -34,12 +33,11 @@ from elastic_ext.rendezvous.address import own_interface
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.status.trainjob import Poster, Target, Training, TrainJobState, body_of, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
-from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.logs import StderrTails, WorkerLogs
+from elastic_ext.workers.processes import Reaper
 from elastic_ext.workers.progress import Progress, WakePipe
-from elastic_ext.workers.reaper.client import Reaper
 from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
-from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
 

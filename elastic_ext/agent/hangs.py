@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.base.collectives import Collective
-from elastic_ext.base.kinds import Response
+from elastic_ext.base.diagnosis import Collective, Response
 from elastic_ext.base.printable import Block
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Reach, Silent, unanswered

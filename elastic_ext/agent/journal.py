@@ -23,9 +23,9 @@ from elastic_ext.agent.companion import Companion, EndLimit, LocalWorkers
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base.errors import NodeDrained, NodeRefused
-from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
+from elastic_ext.base.wakeup import held, raise_again
 from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryTrace, Source
 from elastic_ext.events.output import Events, Spans
 from elastic_ext.failures.ledger import JobVerdict

@@ -22,9 +22,9 @@ from torch.distributed import DistStoreError
 from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
 from elastic_ext.base import round_store
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
+from elastic_ext.base.wakeup import held, raise_again
 from elastic_ext.hangs import lateness
 from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak
 from elastic_ext.rendezvous.address import machine

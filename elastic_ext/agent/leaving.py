@@ -23,11 +23,10 @@ from types import FrameType
 from elastic_ext.agent import exits
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import round_store
-from elastic_ext.base.held_signals import held, raise_again
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import ends_agent, reraise_signals
-from elastic_ext.base.wakeup import Wakeup
+from elastic_ext.base.wakeup import Wakeup, held, raise_again
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures import slurm

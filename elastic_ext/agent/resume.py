@@ -20,8 +20,8 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from elastic_ext.agent import launch
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.base import checkpoint_variables, files, kinds
-from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.base import contracts, diagnosis, files
+from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing
@@ -161,8 +161,8 @@ class ResumePoint(Companion):
         if self._settings.checkpoint_dir is None:
             return {}
         return {
-            checkpoint_variables.CHECKPOINT_DIR: self._settings.checkpoint_dir,
-            checkpoint_variables.LOCAL_DIR: self._settings.local_dir or "",
+            contracts.CHECKPOINT_DIR: self._settings.checkpoint_dir,
+            contracts.LOCAL_DIR: self._settings.local_dir or "",
             **self.checkpoint.variables,
             **self._memory,
         }
@@ -217,7 +217,7 @@ class ResumePoint(Companion):
         """
         decision, copies = verdict.decision, self._copies
         blamed = decision.checkpoints_back > 0 and verdict.node == node
-        blamed_copy = blamed and copies is not None and decision.kind != kinds.NUMERIC and copies.has(self.checkpoint.path)
+        blamed_copy = blamed and copies is not None and decision.kind != diagnosis.NUMERIC and copies.has(self.checkpoint.path)
         try:
             if copies is not None and (verdict.refuse_copies or blamed_copy):
                 copies.refuse()
@@ -227,7 +227,7 @@ class ResumePoint(Companion):
                 self._quarantine_newer(verdict.refuse_newer, verdict.round, verdict.refused_by == node)
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
-                agreement.quarantine(self._settings, self.checkpoint.path, decision.kind == kinds.NUMERIC, reason)
+                agreement.quarantine(self._settings, self.checkpoint.path, decision.kind == diagnosis.NUMERIC, reason)
         except (UsageError, StorageAway, OSError) as error:
             logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
 

@@ -37,10 +37,9 @@ from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import limits, worker_env
-from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.logs import StderrTails, WorkerLogs
 from elastic_ext.workers.processes import HasStopBy, WorkerProcesses, build_locks, remove_build_locks
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable
-from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 
 from elastic_ext.agent import exits, launch
 from elastic_ext.agent.companion import LocalWorkers
-from elastic_ext.base import kinds
+from elastic_ext.base import diagnosis
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, StorageAway
 from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
@@ -33,8 +33,8 @@ from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import host_of
+from elastic_ext.workers.logs import StderrTails
 from elastic_ext.workers.processes import Exit
-from elastic_ext.workers.stderr.tails import StderrTails
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +213,7 @@ def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Dia
     decision: for this node. here: what failed on it, if anything did; a failure that follows from another one is left out.
     """
     line = _line(decision, f"on {verdict.host}: " if verdict.rank != NO_RANK else "")
-    if here is not None and here.kind != kinds.CASCADE:
+    if here is not None and here.kind != diagnosis.CASCADE:
         line += f"; here: {describe(here.evidence)}"
     if verdict.shown_by not in ("", node):
         line += f"; more in the log of {host_of(verdict.shown_by)}"
@@ -305,31 +305,33 @@ class Verdicts:
         """Return a stop: all checkpoints are bad, or unknown as their storage is away. From nothing, the work would be lost."""
         bad = isinstance(error, BadCheckpoints)
         code, rule = (policy.EX_CODE, "no-checkpoint-left") if bad else (policy.EX_TRY_AGAIN, "storage-away")
-        return self._node_stop(kinds.STORAGE, str(error), code, rule)
+        return self._node_stop(diagnosis.STORAGE, str(error), code, rule)
 
     def of_this_host(self, error: NodeUnfit | OSError) -> JobVerdict:
         """Return a stop because this host is ill, or lacks descriptors, processes, memory or room. Another host may be better."""
         if isinstance(error, NodeUnfit):
             if error.by_settings:  # so on every node: this host may come back
                 reason = f"{error}: a directory or a setting is wrong, see what it printed"
-                return self._node_stop(kinds.UNKNOWN, reason, policy.EX_CONFIG, "node-check")
-            return self._node_stop(kinds.HARDWARE, str(error), policy.EX_NODE, "node-check")
+                return self._node_stop(diagnosis.UNKNOWN, reason, policy.EX_CONFIG, "node-check")
+            return self._node_stop(diagnosis.HARDWARE, str(error), policy.EX_NODE, "node-check")
         reason = f"this host lacks what the next round needs: {error}"
-        return self._node_stop(kinds.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
+        return self._node_stop(diagnosis.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
 
     def kernel_sleep(self) -> JobVerdict:
         """Return a stop because a worker has slept in the kernel for too long."""
         reason = "a worker slept in the kernel for longer than the limit; this host may need a reboot"
-        return self._node_stop(kinds.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
+        return self._node_stop(diagnosis.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
 
     def of_agent(self, error: BaseException) -> JobVerdict:
         """Return a stop because this agent has failed. The others get its exit code: only this agent knows why the job ended."""
         code = error.code if isinstance(error, SystemExit) else None
         cause = error.__cause__ or error
         reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", MAX_TEXT)
-        return self._node_stop(kinds.UNKNOWN, reason, policy.EX_CONFIG if code == policy.EX_CONFIG else policy.EX_FAILED, "agent")
+        return self._node_stop(
+            diagnosis.UNKNOWN, reason, policy.EX_CONFIG if code == policy.EX_CONFIG else policy.EX_FAILED, "agent"
+        )
 
-    def _node_stop(self, kind: kinds.Kind, reason: str, code: int, rule: str) -> JobVerdict:
+    def _node_stop(self, kind: diagnosis.Kind, reason: str, code: int, rule: str) -> JobVerdict:
         """Return a stop of this node alone. code: the exit code of the preset "design"."""
         return self._job_verdict(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
 
@@ -354,7 +356,7 @@ class Verdicts:
     def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:
         """Stop although training is done: these checkpoints are on this node only. A new agent on this node would copy them."""
         reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
-        verdict = self._node_stop(kinds.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
+        verdict = self._node_stop(diagnosis.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
         logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
         return self.stop(verdict, verdict.decision, remote_failure(verdict))
 
@@ -363,7 +365,7 @@ class Verdicts:
         if not isinstance(error, NodeDrained):
             self._publish_signal(error, host)
             return
-        verdict = self._node_stop(kinds.PREEMPTION, str(error), policy.EX_NODE, "drained")
+        verdict = self._node_stop(diagnosis.PREEMPTION, str(error), policy.EX_NODE, "drained")
         code = self._publish(verdict, verdict.decision)
         logger.warning("elastic_ext: %s; exit code %s", error, code)  # in place of a traceback
 
@@ -384,7 +386,7 @@ class Verdicts:
         self._handler.closing = for_others(verdict, self._settings.exit_codes)
         exits.job.verdict_code = code
         exits.publish(json.loads(encode_verdict(verdict)), self._settings.verdict_file)
-        if verdict.node == self._handler.node_id and decision.kind == kinds.HARDWARE:
+        if verdict.node == self._handler.node_id and decision.kind == diagnosis.HARDWARE:
             launch.report_bad_node(self._settings, self._handler.host, decision.reason)
         return code
 
@@ -398,4 +400,4 @@ def for_others(verdict: JobVerdict, preset: str) -> JobVerdict:
     ill = policy.exit_code_for(policy.EX_NODE, preset)
     if verdict.decision.response is not None or verdict.decision.exit_code not in (again, ill):
         return verdict
-    return replace(verdict, decision=replace(verdict.decision, exit_code=again, response=kinds.Response.REQUEUE))
+    return replace(verdict, decision=replace(verdict.decision, exit_code=again, response=diagnosis.Response.REQUEUE))

@@ -1,10 +1,74 @@
-"""What passes between rooms that do not know each other: the channel on which nodes agree on a checkpoint, which each rendezvous
-implements and `checkpoints.choice` uses; and the lease to revoke, which the rendezvous names and the reaper revokes.
+"""What passes between rooms that do not know each other, or between their processes.
+
+The channel on which nodes agree on a checkpoint, which each rendezvous implements and `checkpoints.choice` uses; the lease to
+revoke, which the rendezvous names and the reaper revokes; and the environment variables with which an agent tells its workers and
+its copier about checkpoints. The agent sets all of these.
+
+The variables, version 1: some may be added, but never change their meaning. With `checkpoint_dir` set, a worker finds:
+
+    ELASTIC_EXT_CHECKPOINT_DIR   the setting checkpoint_dir: a URL or an absolute path, also where the user gave a relative one
+    ELASTIC_EXT_LOCAL_DIR        the setting local_dir, likewise; "" for none
+    ELASTIC_EXT_RESUME_FROM      absolute path or URL of the checkpoint to resume from, or of the file in it that this rank wrote;
+                                 "": begin from nothing
+    ELASTIC_EXT_RESUME_STEP      its step, a decimal number; absent if neither its content nor its name gives one
+    ELASTIC_EXT_MEMORY_DIR       the agent's directory in memory for copies of the state; "" or absent for none
+    ELASTIC_EXT_MEMORY_LIMIT     how many bytes this worker's copies may have there, all together
+    ELASTIC_EXT_MEMORY_EVERY     the setting memory_every, a decimal number; absent for the default
+    ELASTIC_EXT_MEMORY_DOMAIN    the setting topology, for the choice of the node that has the same copies; "" or absent: unknown
+    ELASTIC_EXT_MEMORY_MB_S      how many megabytes of them this worker may send to that node per second; 0 or absent: no limit
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Protocol, TypedDict
+
+CHECKPOINT_DIR = "ELASTIC_EXT_CHECKPOINT_DIR"
+LOCAL_DIR = "ELASTIC_EXT_LOCAL_DIR"
+RESUME_FROM = "ELASTIC_EXT_RESUME_FROM"
+RESUME_STEP = "ELASTIC_EXT_RESUME_STEP"
+MEMORY_DIR = "ELASTIC_EXT_MEMORY_DIR"
+MEMORY_LIMIT = "ELASTIC_EXT_MEMORY_LIMIT"
+MEMORY_EVERY = "ELASTIC_EXT_MEMORY_EVERY"
+MEMORY_DOMAIN = "ELASTIC_EXT_MEMORY_DOMAIN"
+MEMORY_MB_S = "ELASTIC_EXT_MEMORY_MB_S"
+
+
+def resume_variables(path: str, step: int | None) -> dict[str, str]:
+    """Return the variables for a checkpoint. path: "" to begin from nothing. step: None if it is unknown."""
+    return {RESUME_FROM: path, **({} if step is None else {RESUME_STEP: str(step)})}
+
+
+@dataclass(frozen=True)
+class MemoryRoom:
+    """The room for copies in memory of one node, or of one of its workers; see the variables of these names."""
+
+    directory: str
+    limit: int
+    every: int | None = None  # 0: no copies; None: as often as costs little
+    domain: str = ""
+    rate: float = 0.0  # bytes per second; 0: no limit
+
+    def variables(self, workers: int) -> dict[str, str]:
+        """Return the environment variables for each worker of the node. workers: how many there are."""
+        return {
+            MEMORY_DIR: self.directory,
+            MEMORY_LIMIT: str(self.limit // max(1, workers)),
+            MEMORY_DOMAIN: self.domain,
+            MEMORY_MB_S: str(self.rate / 1e6 / max(1, workers)),
+            **({} if self.every is None else {MEMORY_EVERY: str(self.every)}),
+        }
+
+
+def memory_room(environ: Mapping[str, str] = os.environ) -> MemoryRoom | None:
+    """Return the room of this worker; None if its agent gave it none."""
+    directory, every = environ.get(MEMORY_DIR, ""), environ.get(MEMORY_EVERY, "")
+    if not directory:
+        return None
+    limit, rate = int(environ.get(MEMORY_LIMIT) or 0), 1e6 * float(environ.get(MEMORY_MB_S) or 0)
+    return MemoryRoom(directory, limit, int(every) if every else None, environ.get(MEMORY_DOMAIN, ""), rate)
 
 
 class Exchange(Protocol):

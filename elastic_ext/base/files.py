@@ -10,7 +10,6 @@ import fcntl
 import glob
 import os
 import secrets
-import select
 import shutil
 import stat
 import tempfile
@@ -18,13 +17,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file with one that holds this text; see `write_whole_bytes`."""
-    write_whole_bytes(path, text.encode())
+from elastic_ext.base.wakeup import readable
 
 
-def write_whole_bytes(path: Path, data: bytes) -> None:
+def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file with one that holds this; the umask sets its mode. Raises OSError, and then leaves no part file.
 
     Invariants: readers see the whole old file or the whole new one. No link is followed, neither in place of the file nor of the
@@ -34,7 +30,7 @@ def write_whole_bytes(path: Path, data: bytes) -> None:
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         with open(descriptor, "wb") as file:
-            file.write(data)
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -112,15 +108,13 @@ def read_text(path: str, max_bytes: int = MAX_BYTES) -> str:
 
 
 def _content(descriptor: int, path: str, max_bytes: int) -> bytes:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN)
     pieces: list[bytes] = []
     size = 0
     end = time.monotonic() + LONGEST_S
     while True:
         left_s = min(WAIT_S, end - time.monotonic())
-        # poll() returns nothing for a pipe that has had no writer yet, and "ended" for one whose writers are gone.
-        if left_s <= 0 or not poll.poll(left_s * 1000):
+        # poll(2) reports nothing for a pipe that has had no writer yet, and "ended" for one whose writers are gone.
+        if left_s <= 0 or not readable(descriptor, left_s):
             raise OSError(errno.ETIMEDOUT, f"a pipe or device that sent nothing for {WAIT_S:g} s", path)
         try:
             piece = os.read(descriptor, 1 << 20)

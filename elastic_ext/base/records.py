@@ -51,17 +51,13 @@ def is_name(text: str) -> bool:
     return 0 < len(text) <= MAX_NAME and "/" not in text and text.isprintable()
 
 
-def _is_name_or_empty(text: str) -> bool:
-    return not text or is_name(text)
-
-
 Count = Annotated[int, Within(0, 2**31 - 1)]
 Port = Annotated[int, Within(0, 65535)]
 Rank = Annotated[int, Within(-1, 2**31 - 1)]  # -1: no worker
 Seconds = Annotated[float, Within(0, 1e9)]  # clocks and select() do not accept arbitrary numbers
 ZeroOrOne = Annotated[int, Within(0, 1)]
 Name = Annotated[str, is_name]
-NameOrEmpty = Annotated[str, _is_name_or_empty]
+NameOrEmpty = Annotated[str, lambda text: not text or is_name(text)]
 
 _KEY = "key"  # of a field's metadata
 

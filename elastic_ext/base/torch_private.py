@@ -37,8 +37,7 @@ import torch.distributed.elastic.multiprocessing.api as multiprocessing
 import torch.distributed.launcher.api as launcher
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import PContext, SubprocessContext
-from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SignalException
+from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, PContext, SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
 from elastic_ext.base.errors import UnsupportedTorch

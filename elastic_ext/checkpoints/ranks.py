@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
+from elastic_ext.base.contracts import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.checkpoints.directory.generations import StaleGroup

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
             print_error(str(error))
             return EX_UNAVAILABLE
     try:
-        files.write_whole_bytes(Path(args.output), draw(drawn))
+        files.write_whole(Path(args.output), draw(drawn))
     except OSError as error:
         raise UsageError(f"timeline: {args.output} cannot be written: {error}") from error
     print_line(f"{args.output}: {len(drawn.rows)} rows, {len(drawn.interruptions)} failures, {len(drawn.saved)} checkpoints")

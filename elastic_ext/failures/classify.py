@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from elastic_ext.base.diagnosis import CASCADE, CODE, CRASH, HANG, HOST_MEMORY, NETWORK, PREEMPTION, USER_STOP, Kind, Response
 from elastic_ext.base.errors import EX_TRY_AGAIN
-from elastic_ext.base.kinds import CASCADE, CODE, CRASH, HANG, HOST_MEMORY, NETWORK, PREEMPTION, USER_STOP, Kind, Response
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
@@ -52,7 +52,7 @@ _BEHIND_A_SIGNAL = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a sign
 class Diagnosis:
     """The meaning of one worker's failure."""
 
-    kind: Kind  # one of `kinds.KINDS`
+    kind: Kind  # one of `diagnosis.KINDS`
     # the rule's answer; `policy.decide` may overrule it because of the history or the budget
     response: Response = field(metadata=stored_as("decision"))
     rule: str  # the name of the rule

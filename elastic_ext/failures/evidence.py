@@ -12,7 +12,7 @@ import signal
 from dataclasses import dataclass, fields
 from typing import Any
 
-from elastic_ext.base.kinds import NETWORK, STORAGE
+from elastic_ext.base.diagnosis import NETWORK, STORAGE
 from elastic_ext.base.records import Count, Rank
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB

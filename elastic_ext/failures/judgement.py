@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base.collectives import compared
-from elastic_ext.base.kinds import NETWORK, NUMERIC, Response
+from elastic_ext.base.diagnosis import NETWORK, NUMERIC, Response, compared
 from elastic_ext.base.printable import beginnings
 from elastic_ext.base.printable import cut as shortened
 from elastic_ext.failures import policy

@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from elastic_ext.base import records
-from elastic_ext.base.collectives import Collective
+from elastic_ext.base.diagnosis import Collective, Response
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import cut
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Within
 from elastic_ext.failures.classify import Diagnosis

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import comb
 
-from elastic_ext.base.kinds import (
+from elastic_ext.base.diagnosis import (
     CASCADE,
     CODE,
     CRASH,

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from elastic_ext.base.kinds import (
+from elastic_ext.base.diagnosis import (
     CASCADE,
     CODE,
     CRASH,

@@ -23,8 +23,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from elastic_ext.base import files
+from elastic_ext.base.diagnosis import CASCADE, KINDS, Response
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.kinds import CASCADE, KINDS, Response
 from elastic_ext.base.printable import literal, printable
 from elastic_ext.failures.rules import EvidenceView
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.base.collectives import Collective
+from elastic_ext.base.diagnosis import Collective
 
 # What a worker waits for, by its stacks, which are in faulthandler's format, innermost frame first, with the main thread last.
 #

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.hangs import detector, process_stats
-from elastic_ext.workers import pidfds, worker_env
+from elastic_ext.workers import processes, worker_env
 from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
@@ -97,15 +97,15 @@ def ask(pid: int) -> bool:
 
 @contextmanager
 def _opened(pids: Iterable[int]) -> Iterator[dict[int, int | None]]:
-    """A pidfd of each process, or None; see pidfds.of. Without those that have ended, or for which no descriptor is left.
+    """A pidfd of each process, or None; see processes.of. Without those that have ended, or for which no descriptor is left.
 
-    Not pidfds.watch: without pidfds, each call would leave a thread until the process ends.
+    Not processes.watch: without pidfds, each call would leave a thread until the process ends.
     """
     found: dict[int, int | None] = {}
     try:
         for pid in pids:
             try:
-                found[pid] = pidfds.of(pid)
+                found[pid] = processes.of(pid)
             except OSError as error:
                 logger.debug("cannot signal process %s: %s", pid, error)
         yield found
@@ -120,7 +120,7 @@ def _send(pidfd: int | None, pid: int, number: int) -> bool:
     try:
         if not _has(pid, "SigCgt", number):
             return False
-        pidfds.send(pidfd, pid, number)
+        processes.send(pidfd, pid, number)
     except OSError:  # it has ended
         return False
     return True

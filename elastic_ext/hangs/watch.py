@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from elastic_ext.base import collectives, records
+from elastic_ext.base import diagnosis, records
 from elastic_ext.hangs import detector, process_stats, stacks, unanswered
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import ProgressTable
@@ -189,13 +189,13 @@ class HangWatch(_Watch):
         return self._call_checks.rates(local_rank) if rates == process_stats.Rates() and self._call_checks is not None else rates
 
 
-def collective_in(stacks_file: str, rank: int) -> collectives.Collective | None:
+def collective_in(stacks_file: str, rank: int) -> diagnosis.Collective | None:
     """Return which collective of a worker does not complete; None if it has not said. See `recorder.oldest`."""
     path = worker_env.collective_path(stacks_file)
     try:
         with open(path or "", "rb") as file:
             said = json.loads(file.read(COLLECTIVE_BYTES))
-        return records.build(collectives.Collective, {**said, "rank": rank}, path or "") if said else None
+        return records.build(diagnosis.Collective, {**said, "rank": rank}, path or "") if said else None
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, records.RecordError) as error:

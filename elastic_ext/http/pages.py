@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder, write_to_textfile
 from prometheus_client.registry import Collector
 
-from elastic_ext.base.wakeup import Wakeup, readable
+from elastic_ext.base.wakeup import Wakeup, held, readable
 
 logger = logging.getLogger(__name__)
 
@@ -238,8 +238,6 @@ class LastScrape:
 
         wakeup: signals wake it. Returns the signals that came meanwhile. They have done nothing so far.
         """
-        from elastic_ext.base.held_signals import held  # imports torch, which pages and their server do without
-
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup
         with held() as signals:

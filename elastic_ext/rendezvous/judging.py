@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings

@@ -14,7 +14,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping
 
-from elastic_ext.base.kinds import Response
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, LeaseLost, Put, Snapshot, Watch, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item

@@ -20,8 +20,8 @@ from torch.distributed.elastic import rendezvous
 
 from elastic_ext.base import names
 from elastic_ext.base.contracts import LeaseRevocation
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
-from elastic_ext.base.kinds import Response
 from elastic_ext.base.printable import shown
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base import kinds
+from elastic_ext.base import diagnosis
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import Shared, Spent, summary
 from elastic_ext.telemetry import families
@@ -78,7 +78,7 @@ class Goodput(families.FamilyCollector):
 
     def decided(self, kind: str) -> None:
         with self._lock:
-            self._ledger.decide(hung=kind == kinds.HANG)
+            self._ledger.decide(hung=kind == diagnosis.HANG)
 
     def round_begins(self, table: ProgressTable | None, step: int | None, nodes: int) -> None:
         """Show the workers of the next round, before they start, which of their steps are not new.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from elastic_ext.base import kinds, printable
+from elastic_ext.base import diagnosis, printable
 from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP, PastRecovery
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.accounting import Goodput
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_LABEL = 200  # characters; the rest is cut off
-RESTART_KINDS = frozenset({*kinds.KINDS, MEMBERSHIP})
+RESTART_KINDS = frozenset({*diagnosis.KINDS, MEMBERSHIP})
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class AgentMetrics(families.FamilyCollector):
 
     def failed(self, kind: str) -> None:
         self.goodput.decided(kind)
-        self._add("failures", kind if kind in kinds.KINDS else families.OTHER)  # the kind may come from another agent
+        self._add("failures", kind if kind in diagnosis.KINDS else families.OTHER)  # the kind may come from another agent
 
     def budget(self, charged: int, limit: int) -> None:
         """Set the job's budget of restarts as a verdict states it. A negative limit means no limit."""
@@ -431,7 +431,7 @@ class VerdictMetrics(families.FamilyCollector):
                 return
             self._last = (round_, decision, host)
             known = decision if decision in families.DECISIONS else families.DECISIONS[0]
-            self._add("decisions", known, kind if kind in kinds.KINDS else families.OTHER)
+            self._add("decisions", known, kind if kind in diagnosis.KINDS else families.OTHER)
             self._add("node_strikes", by=int(host == self._host))
             if decision == REPLACE:
                 self._refused[host] = self._now() + self._refuse_s

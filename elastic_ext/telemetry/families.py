@@ -21,7 +21,7 @@ from prometheus_client import core
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from elastic_ext.base import goodput, kinds
+from elastic_ext.base import diagnosis, goodput
 from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP
 from elastic_ext.workers.standby.rules import ColdReason
 
@@ -227,10 +227,10 @@ JOB = {
     "elastic_ext_restarts": counter(
         "Restarts of this agent's workers, by the kind of failure that caused them.",
         "kind",
-        known=_known(*kinds.KINDS, MEMBERSHIP, OTHER),
+        known=_known(*diagnosis.KINDS, MEMBERSHIP, OTHER),
         most="one per kind",
     ),
-    "elastic_ext_failures": counter("Failures, by kind.", "kind", known=_known(*kinds.KINDS, OTHER), most="one per kind"),
+    "elastic_ext_failures": counter("Failures, by kind.", "kind", known=_known(*diagnosis.KINDS, OTHER), most="one per kind"),
     "elastic_ext_restarts_charged": gauge("Restarts charged to the job's budget, by the last verdict; absent before the first."),
     "elastic_ext_max_restarts": gauge(
         "The job's restart budget, by the last verdict; absent before the first, and if there is no limit."
@@ -314,7 +314,7 @@ VERDICTS = {
         "Verdicts of the job that this agent has seen, by the decision and the kind of failure.",
         "decision",
         "kind",
-        known=tuple((decision, kind) for decision in DECISIONS for kind in (*kinds.KINDS, OTHER)),
+        known=tuple((decision, kind) for decision in DECISIONS for kind in (*diagnosis.KINDS, OTHER)),
         most="one per decision and kind",
     ),
     "elastic_ext_hangs": counter("Rounds that ended because no worker of the job made progress.", known=ZERO),

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from elastic_ext.base.diagnosis import HANG, PREEMPTION, USER_STOP
 from elastic_ext.base.goodput import PRODUCTIVE, StateSeconds
-from elastic_ext.base.kinds import HANG, PREEMPTION, USER_STOP
 from elastic_ext.base.printable import counted, shown
 from elastic_ext.status.job_status import ENDED_STATES, Document, Failure, NodeStatus
 from elastic_ext.telemetry import families

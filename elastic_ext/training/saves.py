@@ -23,7 +23,7 @@ import os
 import sys
 import time
 
-from elastic_ext.base import checkpoint_variables, round_store
+from elastic_ext.base import contracts, round_store
 from elastic_ext.training.progress import Worker, this_worker
 from elastic_ext.workers import progress_layout
 
@@ -143,10 +143,10 @@ def resume_from() -> str | None:
 
     It is a path or a URL: of this rank's own file, if each rank wrote one.
     """
-    return os.environ.get(checkpoint_variables.RESUME_FROM) or None
+    return os.environ.get(contracts.RESUME_FROM) or None
 
 
 def resume_step() -> int | None:
     """Return the step in the content of the checkpoint of `resume_from`, else in its name; None if neither holds one."""
-    step = os.environ.get(checkpoint_variables.RESUME_STEP)
+    step = os.environ.get(contracts.RESUME_STEP)
     return int(step) if step else None

@@ -12,9 +12,8 @@ import pytest
 
 from elastic_ext.agent import launch, resume
 from elastic_ext.agent.resume import MemoryCopies, ResumePoint, remove_orphans
-from elastic_ext.base import checkpoint_variables, kinds, settings
-from elastic_ext.base.checkpoint_variables import MemoryRoom, memory_room, resume_variables
-from elastic_ext.base.contracts import SingleNode
+from elastic_ext.base import contracts, diagnosis, settings
+from elastic_ext.base.contracts import MemoryRoom, SingleNode, memory_room, resume_variables
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.decisions import NewestSaved, read_offers
@@ -91,7 +90,7 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
 
 
 def test_the_variables_for_workers_suit_warm_standbys_and_an_agent_within_a_worker(tmp_path):
-    names = {value for name, value in vars(checkpoint_variables).items() if name.isupper()}
+    names = {value for name, value in vars(contracts).items() if name.isupper()}
     assert names <= PER_WORKER
     of_worker = MemoryRoom("/dev/shm/x/memory", 100, None, "rack", 4e6).variables(2)
     assert memory_room(of_worker) == MemoryRoom("/dev/shm/x/memory", 50, None, "rack", 2e6)
@@ -168,13 +167,13 @@ def test_an_agent_that_ends_well_is_not_taken_for_a_killed_one(tmp_path, shared_
 @pytest.mark.parametrize(
     ("verdict", "in_memory", "refused", "quarantined"),
     [
-        (told(kinds.NUMERIC, back=0, refuse_copies=True), True, True, None),
-        (told(kinds.NUMERIC, back=0, refuse_copies=True, node="b"), True, True, None),
-        (told(kinds.NUMERIC, back=1, refuse_copies=True), False, True, 5),
-        (told(kinds.NUMERIC, back=1, refuse_copies=True, node="b"), False, True, None),  # the node with the cause does
-        (told(kinds.UNKNOWN, back=1), True, True, None),
-        (told(kinds.UNKNOWN, back=1), False, False, 5),
-        (told(kinds.UNKNOWN, back=0), True, False, None),
+        (told(diagnosis.NUMERIC, back=0, refuse_copies=True), True, True, None),
+        (told(diagnosis.NUMERIC, back=0, refuse_copies=True, node="b"), True, True, None),
+        (told(diagnosis.NUMERIC, back=1, refuse_copies=True), False, True, 5),
+        (told(diagnosis.NUMERIC, back=1, refuse_copies=True, node="b"), False, True, None),  # the node with the cause does
+        (told(diagnosis.UNKNOWN, back=1), True, True, None),
+        (told(diagnosis.UNKNOWN, back=1), False, False, 5),
+        (told(diagnosis.UNKNOWN, back=0), True, False, None),
     ],
 )
 def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, verdict, in_memory, refused, quarantined):
@@ -205,7 +204,7 @@ def test_since_replicas_were_equal_nothing_may_be_used(tmp_path, run_dir, node, 
     settings = Settings(checkpoint_dir=str(tmp_path))
     save_own(tmp_path, 3)
     save_own(tmp_path, 5)
-    verdict = dataclasses.replace(told(kinds.HARDWARE, back=0), refuse_newer=4, refused_by="a")
+    verdict = dataclasses.replace(told(diagnosis.HARDWARE, back=0), refuse_newer=4, refused_by="a")
     with MemoryCopies(settings, run_dir) as copies:
         room = copies.open(1)
         assert room is not None
@@ -226,7 +225,7 @@ def test_since_replicas_were_equal_nothing_may_be_used_that_only_one_node_has(tm
     for step in (4, 6):
         save_part([tmp_path / "b"], step)
     assert resumed(remote, local_dir=str(tmp_path / "b")).step == 6
-    verdict = dataclasses.replace(told(kinds.HARDWARE, back=0), refuse_newer=4, refused_by="a")
+    verdict = dataclasses.replace(told(diagnosis.HARDWARE, back=0), refuse_newer=4, refused_by="a")
     for id_, expected in (("a", set()), ("c", set()), ("b", {newest})):
         ResumePoint(nodes[id_], Resumption(str(remote / directory_name(3, 1)), 3)).go_back(verdict, id_)
         assert own_files.quarantined_names(open_storage(str(remote))) == expected

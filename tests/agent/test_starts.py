@@ -23,7 +23,7 @@ from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import HostName
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
-from elastic_ext.workers.reaper.client import END_TIMEOUT_S
+from elastic_ext.workers.processes import REAPER_END_S
 from tests import refusing
 from tests.jobs import AGENT, ROOT, SCRIPTS, Gate, Job, children, command_of, run, wait_gone
 from tests.ports import free_port
@@ -328,7 +328,7 @@ def test_a_host_without_a_loopback(tmp_path):
 
 REAPER = """
 import os, resource, signal, subprocess, sys
-from elastic_ext.workers.reaper.client import Reaper
+from elastic_ext.workers.processes import Reaper
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 few = len(os.listdir("/proc/self/fd")) - 1
 resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
@@ -430,4 +430,4 @@ def test_helpers_that_somebody_has_stopped_do_not_delay_the_end(tmp_path):
     assert done.returncode == 1, done.all
     for helper in helpers:
         assert f"(pid {helper}) was stopped from outside; resuming it" in done.err
-    assert took_s < END_TIMEOUT_S  # for which it would wait
+    assert took_s < REAPER_END_S  # for which it would wait

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from elastic_ext.agent import verdicts
-from elastic_ext.base import kinds
+from elastic_ext.base import diagnosis
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import ErrorFile, Evidence, RaisedException
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
 
-SPENT = Decision(Action.STOP, kinds.UNKNOWN, "rank 3 was killed by SIGKILL; the budget of 3 restarts is spent", 1, "budget")
+SPENT = Decision(Action.STOP, diagnosis.UNKNOWN, "rank 3 was killed by SIGKILL; the budget of 3 restarts is spent", 1, "budget")
 
 
 def failed(**evidence) -> verdicts.FailedWorker:

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from elastic_ext.base import files, setting_sources, settings
+from elastic_ext.base import files, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.failures import user_rules
@@ -144,7 +144,7 @@ def test_switches(text):
 
 def test_a_key_that_a_newer_torch_reads_is_left_to_it(monkeypatch):
     """`is_host` stands for one: without TORCH_KEYS only torch's source names it."""
-    monkeypatch.setattr(setting_sources, "TORCH_KEYS", frozenset())
+    monkeypatch.setattr(settings, "TORCH_KEYS", frozenset())
     assert settings.read({"is_host": "1"}, {}) == settings.read({}, {})
     for typo in ("is_hots", "heartbeat", "a.b", ""):
         with pytest.raises(UsageError, match="unknown setting"):

@@ -16,8 +16,8 @@ _CLONE_NEWNS = 0x00020000  # linux/sched.h
 
 # By a part of the command line; the first that is found holds. A standby's server and the standbys show the same one.
 _ROLES = (
-    ("reaper/reaper", "reaper"),
-    ("stderr/relay", "relay"),
+    ("workers/reaper", "reaper"),
+    ("workers/relay", "relay"),
     ("replicate", "copier"),
     ("standby/server", "standby server"),
     ("own_etcd.keeper", "keeper"),

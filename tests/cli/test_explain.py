@@ -9,8 +9,8 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from elastic_ext.base import files
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.kinds import Response
 from elastic_ext.cli import main
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.classify import classify

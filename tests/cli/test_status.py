@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 
 from elastic_ext.base import goodput, records
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.goodput import HostRecord, Shared, Spent, StateSeconds
-from elastic_ext.base.kinds import Response
 from elastic_ext.cli import job_source, main, status
 from elastic_ext.cli.status import Terminal
 from elastic_ext.etcd import Delete, EtcdClient, Put

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic_ext.base.kinds import KINDS, Response
+from elastic_ext.base.diagnosis import KINDS, Response
 from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.ranks import StorageFailed
 from elastic_ext.cli.status import explained

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from elastic_ext.base.kinds import Response
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.joint_evidence import NO_RANK, Reach, Silent, choose_cut, find_cuts, unanswered

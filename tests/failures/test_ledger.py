@@ -7,8 +7,7 @@ import re
 
 import pytest
 
-from elastic_ext.base.collectives import Collective
-from elastic_ext.base.kinds import Response
+from elastic_ext.base.diagnosis import Collective, Response
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException

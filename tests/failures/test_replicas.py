@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import pytest
 
-from elastic_ext.base.kinds import Response
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.joint_evidence import Comparison, Difference, Hashed, difference

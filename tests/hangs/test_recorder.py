@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_ext.base.collectives import Collective
+from elastic_ext.base.diagnosis import Collective
 from elastic_ext.checkpoints.ranks import DESCRIPTION
 from elastic_ext.hangs import lateness, stacks
 from elastic_ext.hangs.detector import WaitFor

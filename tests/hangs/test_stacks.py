@@ -593,10 +593,10 @@ def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick
 
 MANY_LOOKS = """
 import os, subprocess, sys, threading
-from elastic_ext.workers import pidfds
+from elastic_ext.workers import processes
 from elastic_ext.hangs import stacks
 from elastic_ext.workers.worker_env import ANSWER_SIGNAL, STACKS_SIGNAL
-assert pidfds.why_unavailable()
+assert processes.why_unavailable()
 path = sys.argv[1]
 child = subprocess.Popen([sys.executable, "-c", f'''
 import faulthandler, signal

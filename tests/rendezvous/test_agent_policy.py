@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from elastic_ext.base.kinds import Response
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from elastic_ext.agent.verdicts import Verdicts, for_others
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.errors import StorageAway
-from elastic_ext.base.kinds import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainOutcome, Ending

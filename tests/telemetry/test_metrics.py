@@ -25,7 +25,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 from prometheus_client.registry import Collector
 
-from elastic_ext.base.kinds import KINDS
+from elastic_ext.base.diagnosis import KINDS
 from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryPhase
 from elastic_ext.http import pages
 from elastic_ext.http import server as server_module

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from elastic_ext.base.wakeup import Wakeup, readable
-from elastic_ext.workers import pidfds
+from elastic_ext.workers import processes
 from elastic_ext.workers.processes import WorkerProcesses, build_locks, remove_build_locks
 from tests.jobs import wait_gone
 from tests.until import until
@@ -80,7 +80,7 @@ def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
 def test_who_was_ending_by_the_same_signal_when_told_to_has_ended_by_itself(start):
     """The platform has terminated it, and its peers have failed over that first."""
     child = start("import os; os.kill(os.getpid(), 15)")
-    until(lambda: pidfds.is_ending(child.pid))
+    until(lambda: processes.is_ending(child.pid))
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
     stop(workers)
     assert workers.exits[0].exitcode == -signal.SIGTERM
@@ -100,7 +100,7 @@ def test_who_was_ending_when_told_to_has_ended_by_itself(start, slowly):
     else:
         code += "os._exit(14)"
     child = start(code)
-    until(lambda: pidfds.is_ending(child.pid))
+    until(lambda: processes.is_ending(child.pid))
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
     stop(workers)
     assert workers.exits[0].exitcode == 14
@@ -299,6 +299,6 @@ def test_a_wait_of_any_length_can_be_asked_for():
     with Wakeup() as wakeup:
         wakeup.set()
         assert readable(wakeup, 1e300)
-        processes = WorkerProcesses({}, False)
-        processes.wait(1e300, wakeup)
-        processes.close()
+        workers = WorkerProcesses({}, False)
+        workers.wait(1e300, wakeup)
+        workers.close()

@@ -23,8 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TypeVar
 
-from elastic_ext.base.checkpoint_variables import resume_variables
-from elastic_ext.base.contracts import Exchange
+from elastic_ext.base.contracts import Exchange, resume_variables
 from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, StorageAway, UsageError
 from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError

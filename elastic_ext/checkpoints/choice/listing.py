@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.setting_sources import compile_pattern
+from elastic_ext.base.settings import compile_pattern
 from elastic_ext.checkpoints.choice import decisions
 from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.directory import own_files

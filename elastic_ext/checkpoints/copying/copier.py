@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import Protocol
 
 from elastic_ext.base import isolated, log_records
-from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
+from elastic_ext.base.contracts import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.records import OtherSchema, RecordError
 from elastic_ext.base.settings import Settings

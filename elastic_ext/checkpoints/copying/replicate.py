@@ -51,7 +51,7 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from elastic_ext.base import log_records, records
-from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, LOCAL_DIR
+from elastic_ext.base.contracts import CHECKPOINT_DIR, LOCAL_DIR
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError

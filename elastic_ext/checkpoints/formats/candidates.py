@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from elastic_ext.base.setting_sources import compile_pattern
+from elastic_ext.base.settings import compile_pattern
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 OWN_FAMILY = "step_#.g# of elastic_ext"

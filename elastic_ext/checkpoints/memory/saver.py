@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
-from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, checksum_of, decode, encode
 from elastic_ext.checkpoints.formats.candidates import directory_name, order_or_oldest

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from elastic_ext.base.checkpoint_variables import CHECKPOINT_DIR, RESUME_FROM, memory_room
+from elastic_ext.base.contracts import CHECKPOINT_DIR, RESUME_FROM, memory_room
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal
 from elastic_ext.checkpoints.directory.own_files import MOST_SHOWN, Manifest, count

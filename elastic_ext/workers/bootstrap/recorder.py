@@ -90,7 +90,7 @@ NONE_OUTSTANDING: "tuple[Entry, bool]" = ({}, False)
 
 
 def oldest() -> "tuple[Entry, bool]":
-    """Return the collective that has been outstanding for longest, as `base.collectives.Collective`, and whether it has begun.
+    """Return the collective that has been outstanding for longest, as `base.diagnosis.Collective`, and whether it has begun.
 
     NONE_OUTSTANDING: none is. Not one of a group that is gone, nor one that a thread of the script's own waits for: another may
     do this rank's part meanwhile. It has begun if it does not wait for this rank's own device: by the recorder, which knows that
@@ -119,7 +119,7 @@ def _uses_device() -> bool:
 
 
 def _compared(entry: "Entry") -> "Entry":
-    """Return what else the agents compare over the ranks: see `base.collectives.Collective`."""
+    """Return what else the agents compare over the ranks: see `base.diagnosis.Collective`."""
     ranks = _ranks_of_groups().get(entry["process_group"][0], [])
     shapes = json.dumps(entry.get("input_sizes", ""))
     return {"first": min(ranks, default=-1), "size": len(ranks), "shapes": shapes if len(shapes) <= 200 else ""}

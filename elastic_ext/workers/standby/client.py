@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from elastic_ext.base.wakeup import readable
-from elastic_ext.workers import limits, pidfds
+from elastic_ext.workers import limits, processes
 from elastic_ext.workers.standby import server
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Standby:
     def __init__(self, pid: int, waiting: socket.socket) -> None:
         self.pid = pid
         self._waiting = waiting
-        self.pidfd = pidfds.watch(pid)
+        self.pidfd = processes.watch(pid)
 
     @property
     def alive(self) -> bool:
@@ -61,7 +61,7 @@ class Standby:
         text = json.dumps(message).encode()
         limits.restore_user_limit(self.pid)
         try:
-            if pidfds.state(self.pid) in ("T", "t"):
+            if processes.state(self.pid) in ("T", "t"):
                 raise ConnectionError(f"standby {self.pid} was stopped from outside")
             self._waiting.settimeout(RELEASE_S)
             socket.send_fds(self._waiting, [len(text).to_bytes(server.HEADER_BYTES, "big")], list(descriptors))
@@ -76,7 +76,7 @@ class Standby:
     def end(self) -> None:
         """Kill and reap it."""
         if self.alive:
-            pidfds.send(self.pidfd, self.pid, signal.SIGKILL)
+            processes.send(self.pidfd, self.pid, signal.SIGKILL)
         with suppress(ChildProcessError):  # other code waits for all children of this process
             os.waitpid(self.pid, 0)
         self._close()
@@ -134,7 +134,7 @@ class ServerProcess:
             raise
         self._control = ours
         try:
-            self.pidfd = pidfds.watch(self._process.pid)  # readable when it has ended
+            self.pidfd = processes.watch(self._process.pid)  # readable when it has ended
         except OSError:
             ours.close()
             self._process.kill()

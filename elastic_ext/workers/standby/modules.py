@@ -183,7 +183,7 @@ class PreloadedModules:
         absent = {name: why for name, why in ready["absent"].items() if rules.to_exclude(name) not in unsafe}
         for name, why in {**absent, **unsafe}.items():
             level = logging.WARNING if name in unsafe and name in self.spec.preload else logging.INFO
-            logger.log(level, "%s is not preloaded: %s", name or "a library", self._masked(why))
+            logger.log(level, "%s is not preloaded: %s", name or "a library", self.masked(why))
         hopeless = self._why_hopeless(ready, unsafe)
         if hopeless is None:
             self._excluded |= unsafe.keys()
@@ -192,7 +192,7 @@ class PreloadedModules:
     def _why_hopeless(self, ready: Ready, unsafe: Mapping[str, str]) -> str | None:
         failed = rules.broken_import(ready["absent"], self._chosen, unsafe)
         if failed is not None:
-            why = self._masked(ready["absent"][failed])
+            why = self.masked(ready["absent"][failed])
             return f"{failed}, which the workers import, cannot be imported after torch: {why}"
         for name in ("", "torch"):  # libraries, or what all others import
             if name in unsafe:
@@ -205,6 +205,6 @@ class PreloadedModules:
         found = rules.read_too_early(changed, ready["read"], ready["changed"])
         return {module: f"it reads {name} when it is imported, which the script sets later" for module, name in found.items()}
 
-    def _masked(self, text: str) -> str:
+    def masked(self, text: str) -> str:
         """Mask the secrets of the workers' environment, because modules may print and raise anything."""
         return masked(text, self.spec.environ())

@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from elastic_ext.base.printable import Block, masked
+from elastic_ext.base.printable import Block
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.workers import limits, pidfds
-from elastic_ext.workers.reaper import reaper
+from elastic_ext.workers import limits, processes, reaper
 from elastic_ext.workers.standby import modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
@@ -167,7 +166,7 @@ class PoolThread:
             self._refill()
             refill_s = None
         if self._server is not None:
-            pidfds.resume(self._server.pid, "standby server")
+            processes.resume(self._server.pid, "standby server")
             if (reason := rules.memory_shortage(limits.memory_left(), 0, server_runs=True)) is not None:
                 self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
         coming = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers
@@ -239,7 +238,7 @@ class PoolThread:
 
     def _server_ended(self, server: ServerProcess) -> None:
         ended = server.how_it_ended()
-        reason = masked(str(ended), self._modules.spec.environ())
+        reason = self._modules.masked(str(ended))
         logger.warning("the standby server (pid %s) has ended: %s", server.pid, Block(reason))
         self._end_all()
         if not ended.killed:  # another server would end the same way

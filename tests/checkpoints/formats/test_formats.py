@@ -398,7 +398,7 @@ def test_a_file_that_the_pattern_names_is_held_to_its_format(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("pattern", ["a/b", "{step}{step}", "*a*b*c*d*e*", ""])
 def test_what_is_no_pattern(tmp_path: Path, pattern: str) -> None:
-    from elastic_ext.base.setting_sources import compile_pattern
+    from elastic_ext.base.settings import compile_pattern
 
     with pytest.raises(UsageError, match="checkpoint_pattern"):
         compile_pattern(pattern)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.checkpoints.directory.own_files import Manifest
 from elastic_ext.checkpoints.directory.tiers import manifest_of
 from elastic_ext.checkpoints.formats.candidates import directory_name

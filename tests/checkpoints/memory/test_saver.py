@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.checkpoints.directory.own_files import Manifest
 from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from elastic_ext.checkpoints.memory.saver import MemorySaver

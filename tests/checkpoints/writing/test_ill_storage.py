@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext import Checkpointer
 from elastic_ext.agent.resume import newest_checkpoint
-from elastic_ext.base.checkpoint_variables import MemoryRoom
+from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.agent import hangs, launch
 from elastic_ext.base.settings import Settings
-from elastic_ext.workers import limits, pidfds
+from elastic_ext.workers import limits, processes
 from elastic_ext.workers.standby import client, import_checks, rules
 from elastic_ext.workers.standby import server as server_program
 from elastic_ext.workers.standby.client import ServerProcess
@@ -500,7 +500,7 @@ def test_a_standby_that_does_not_answer_is_not_taken(tmp_path):
         job.wait_for("1 warm standbys wait")
         (standby,) = waiting_standbys(job.process.pid, 1)
         os.kill(standby, signal.SIGSTOP)
-        until(lambda: pidfds.state(standby) == "T")
+        until(lambda: processes.state(standby) == "T")
         gate.open()
         done = job.finish()
         assert wait_gone([standby]) == []
@@ -545,7 +545,7 @@ def test_nothing_survives_a_killed_agent(tmp_path):
         # Workers, the server, standbys, the reaper, the relay. While some come and go the kernel may leave out others: proc(5).
         pids: set[int] = set()
         until(lambda: pids.update(children(job.process.pid)) or len(pids) >= 2 + 1 + 2 + 1 + 1)
-        assert any("stderr/relay.py" in command_of(pid) for pid in pids)
+        assert any("workers/relay.py" in command_of(pid) for pid in pids)
         job.process.kill()
         assert wait_gone(list(pids)) == []
 

@@ -1,28 +1,61 @@
-"""In which collectives the ranks of a job wait while it hangs, and which rank is in another one than the rest.
+"""The vocabulary of a diagnosis: the kinds of failure, the responses of a rule, and the collectives in which the ranks of a
+job wait while it hangs, with the rank that is in another one than the rest. Pure, standard library only.
 
-A worker describes its own to its agent (`workers.bootstrap.recorder`), agents put them in their reports, and the judgement of
-the failure compares them. Pure, standard library only.
+A worker describes its own collective to its agent (`workers.bootstrap.recorder`), agents put them in their reports, and the
+judgement of the failure compares them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated
 
 from elastic_ext.base.printable import ranks_in_words
 from elastic_ext.base.records import Count, Rank
+
+CODE = "code"
+DATA = "data"
+NUMERIC = "numeric"
+USER_STOP = "user_stop"
+PREEMPTION = "preemption"
+HOST_MEMORY = "host_memory"
+DEVICE_MEMORY = "device_memory"
+STORAGE = "storage"
+NETWORK = "network"  # also the kind of a cascade if no other failure is known
+HARDWARE = "hardware"
+HANG = "hang"
+CRASH = "crash"
+CASCADE = "cascade"  # this worker failed because another one did
+UNKNOWN = "unknown"
+
+KINDS = (
+    CODE, DATA, NUMERIC, USER_STOP, PREEMPTION, HOST_MEMORY, DEVICE_MEMORY, STORAGE, NETWORK, HARDWARE, HANG, CRASH, CASCADE,
+    UNKNOWN,
+)  # fmt: skip
+
+Kind = Annotated[str, KINDS.__contains__]
+
+
+class Response(Enum):
+    """The answer of a rule. FOLLOW is for cascades only: the response of the root cause applies."""
+
+    STOP = "stop"
+    CONFIRM = "confirm"  # restart once; stop if it happens again without progress
+    RESTART = "restart"  # charged to the budget
+    RESTART_FREE = "restart_free"
+    REPLACE_NODE = "replace_node"  # this node leaves, the others re-form
+    REQUEUE = "requeue"  # the allocation ends: leave, so that the scheduler starts the job again
+    FOLLOW = "follow"
+
 
 MOST_NAMED = 8  # collectives in a text
 # Operations whose inputs have the same shapes on all ranks of the group.
 _SAME_SHAPES = {"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}
 
 
-def _is_short(text: str) -> bool:
-    return len(text) <= 200 and text.isprintable()
-
-
-_Short = Annotated[str, _is_short]
+_Short = Annotated[str, lambda text: len(text) <= 200 and text.isprintable()]
 
 
 @dataclass(frozen=True)

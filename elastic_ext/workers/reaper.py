@@ -142,14 +142,19 @@ def _process(pid: int) -> "ExactProcess | None":
         return None
 
 
-def _start_time(pid: int) -> bytes:
-    """Return when a process started, in kernel ticks; b"" if it has ended, including zombies."""
+def stat_fields(pid: int) -> "list[str]":
+    """Return what proc_pid_stat(5) says of a process from its third field on; nothing if there is no such process."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b") ")[2].split()  # from the third field of proc_pid_stat(5) on
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as stat:
+            return stat.read().rpartition(") ")[2].split()
     except OSError:
-        return b""
-    return fields[19] if fields[0] not in (b"Z", b"X") else b""
+        return []
+
+
+def _start_time(pid: int) -> str:
+    """Return when a process started, in kernel ticks; "" if it has ended, including zombies."""
+    fields = stat_fields(pid)
+    return fields[19] if fields and fields[0] not in ("Z", "X") else ""
 
 
 class Messages:

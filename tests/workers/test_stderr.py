@@ -14,10 +14,8 @@ import threading
 import pytest
 
 from elastic_ext.agent.launch import BOOTSTRAP
-from elastic_ext.workers import pidfds
-from elastic_ext.workers.stderr import relay
-from elastic_ext.workers.stderr import tails as stderr_tails
-from elastic_ext.workers.stderr.tails import TAIL_BYTES, StderrTails
+from elastic_ext.workers import logs, processes, relay
+from elastic_ext.workers.logs import TAIL_BYTES, StderrTails
 from tests.jobs import EXT, STOCK, environment, run, wait_gone
 from tests.until import LIMIT_S, until
 
@@ -29,9 +27,9 @@ HOUR_S = 3600.0  # who waits for it, times out
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     """A busy machine may need longer than a recovery waits. These tests are about the answer, not the time."""
-    monkeypatch.setattr(stderr_tails, "FLUSH_S", LIMIT_S)
-    monkeypatch.setattr(stderr_tails, "RETRY_S", LIMIT_S)
-    monkeypatch.setattr(stderr_tails, "END_S", LIMIT_S)
+    monkeypatch.setattr(logs, "FLUSH_S", LIMIT_S)
+    monkeypatch.setattr(logs, "RETRY_S", LIMIT_S)
+    monkeypatch.setattr(logs, "END_S", LIMIT_S)
 
 
 class Console:
@@ -194,8 +192,8 @@ def test_much_is_carried_whole_and_the_last_of_it_is_kept(console, tails, worker
 def test_lines_of_many_workers_stay_whole(console, tails, worker):
     console.read()
     script = "for n in range(3000): os.write(2, b'{0} %05d {1}\\n' % n)"
-    processes = [worker(script.format(rank, "y" * 10 * rank), local_rank=rank) for rank in range(4)]
-    assert [process.wait(LIMIT_S) for process in processes] == [0] * 4
+    workers = [worker(script.format(rank, "y" * 10 * rank), local_rank=rank) for rank in range(4)]
+    assert [process.wait(LIMIT_S) for process in workers] == [0] * 4
     tails.close()
     lines = console.rest().decode().splitlines()
     for rank in range(4):
@@ -237,7 +235,7 @@ def test_the_next_relay_writes_what_a_killed_one_had_read(console, tails, worker
     # More than the console's pipe takes: the relay has some of it, the worker's pipe the rest.
     process = worker(f"os.write(2, b'a' * {MUCH} + b'b')")
     until(lambda: console.full)
-    until(lambda: pidfds.state(relay_pid(tails)) == "S")  # killed between the write and its mark, it would write twice
+    until(lambda: processes.state(relay_pid(tails)) == "S")  # killed between the write and its mark, it would write twice
     os.kill(relay_pid(tails), signal.SIGKILL)
     console.read()
     assert process.wait(LIMIT_S) == 0
@@ -276,7 +274,7 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
     assert process.wait(LIMIT_S) == 0
     assert tails.tail(0) == "worker ends"
     with monkeypatch.context() as patch:
-        patch.setattr(stderr_tails, "END_S", HOUR_S)  # so long close() waits for a relay that is about to end
+        patch.setattr(logs, "END_S", HOUR_S)  # so long close() waits for a relay that is about to end
         tails.close()
     assert wait_gone([helper], 0) == [helper]
     os.write(held_open, b"\n")
@@ -287,15 +285,15 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
 
 @pytest.mark.full
 def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(console, tails, worker, monkeypatch):
-    monkeypatch.setattr(stderr_tails, "FLUSH_S", 0.5)
+    monkeypatch.setattr(logs, "FLUSH_S", 0.5)
     more = CONSOLE_BYTES + CONSOLE_BYTES // 2  # the rest fits into the worker's pipe: it ends, however busy the machine is
     process = worker(f"os.write(2, b'a' * {more} + b'the end')")  # nobody reads
     until(lambda: console.full)
     assert process.wait(LIMIT_S) == 0
     with monkeypatch.context() as patch:
-        patch.setattr(stderr_tails, "END_S", HOUR_S)  # what the end of a job waits for, and the tail does not
+        patch.setattr(logs, "END_S", HOUR_S)  # what the end of a job waits for, and the tail does not
         assert tails.tail(0) is not None
-        patch.setattr(stderr_tails, "FLUSH_S", HOUR_S)  # it waits for this console once, and not again
+        patch.setattr(logs, "FLUSH_S", HOUR_S)  # it waits for this console once, and not again
         until(lambda: tails.tail(0).endswith("athe end"))  # the relay was asked for all of it; a busy machine lets it wait
     console.read()
     tails.close()
@@ -305,7 +303,7 @@ def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(
 @pytest.mark.full
 def test_a_console_that_is_full_holds_the_writer_as_it_would_without_a_relay(console, tails, worker):
     process = worker("os.write(2, b'a' * 5_000_000); print('through')")
-    until(lambda: console.full and {pidfds.state(relay_pid(tails)), pidfds.state(process.pid)} == {"S"})
+    until(lambda: console.full and {processes.state(relay_pid(tails)), processes.state(process.pid)} == {"S"})
     assert select.select([process.stdout], [], [], 0)[0] == []
     console.read()
     assert process.stdout.readline() == b"through\n"

@@ -1,6 +1,6 @@
 """The stderr relay: a process beside the agent that copies the workers' stderr to the console and keeps its last bytes.
 
-The agent starts it as `python -I -S relay.py VERSION` (standard library only); see `tails.py` for the agent's side.
+The agent starts it as `python -I -S relay.py VERSION` (standard library only); see `logs.py` for the agent's side.
 
 Wire protocol, version 1
     The relay's fd 2 is the console. Its standard input is one end of a SOCK_SEQPACKET socket pair; the agent has the other end.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic_ext.base import records
-from elastic_ext.base.collectives import Collective, compared
+from elastic_ext.base.diagnosis import Collective, compared
 
 
 def at(rank: int, operation: str = "all_reduce", number: int = 412, group: str = "1", **more: object) -> Collective:

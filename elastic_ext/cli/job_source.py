@@ -123,7 +123,7 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
     """
     # Imported here: commands on files and --url need none of it, and gRPC takes long to import.
     from elastic_ext.embedded.hosting import has_secret, store_visitor
-    from elastic_ext.own_etcd import endpoint, keys, launch
+    from elastic_ext.own_etcd import cluster, endpoint, launch
     from elastic_ext.rendezvous.job_status import connect
 
     known = settings.read({}, os.environ)
@@ -131,7 +131,7 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
         if endpoint.is_job(rdzv_endpoint):
             endpoints, with_tls = stack.enter_context(launch.visitor(rdzv_endpoint, run_id, known))
             client = stack.enter_context(connect(endpoints, with_tls))
-            if (now := client.get(keys.ENDPOINTS).kv) is not None:  # members were replaced
+            if (now := client.get(cluster.ENDPOINTS).kv) is not None:  # members were replaced
                 client.follow(now.value.decode())
             yield client
             return

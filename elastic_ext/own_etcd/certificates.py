@@ -37,7 +37,7 @@ def job_secret(variable: str | None, path: str | None, loopback: bool, own_folde
     variable: the setting `job_secret`. path: the setting `job_secret_file`: made if it does not exist. All hosts end with the
     same content. loopback: the job is on this machine: then a file in own_folder, which only this user can read, will do.
 
-    Raises UsageError: there is none and the job needs one, or the file cannot be used.
+    Raises UsageError if the job needs a secret and has no secret, or if the file cannot be used.
     """
     if variable is not None:
         return _long_enough(variable.encode(), "job_secret")

@@ -1,4 +1,16 @@
-"""What the keeper of a host knows of the cluster and of the other hosts, and what it reports to them. For one thread."""
+"""What the keeper of a host knows of the cluster and of the other hosts, and what it reports to them. For one thread.
+
+Every key that the keepers of a job have in its etcd, which belongs to that job alone.
+
+hosts/HOST      a KeeperRecord of `decisions`. Lease: of that host's keeper.
+                Written by that keeper; watched by the keepers that run a member.
+seen/MEMBER     "": the member of this id (in hex) has served. Written by its keeper, read by the others.
+shared/call/HOST  JSON: the host is to run a member of this `name`, in this `cluster` (as --initial-cluster).
+                Written by the keeper that replaces a member; deleted by the one of that host once it serves.
+shared/endpoints  the members' client URLs, separated by commas; none: those of the start.
+                Written by the keeper of a new member. All keepers watch what is shared.
+saved           a Beginning of `saved_keys`. Written and read by the keepers of the first members.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +23,6 @@ from dataclasses import dataclass
 from elastic_ext.base import records
 from elastic_ext.etcd import Batch, Delete, EtcdClient, EtcdError, LeaseLost, LeaseSession, Put, Snapshot, SnapshotWatch, Tls
 from elastic_ext.etcd.client import Member
-from elastic_ext.own_etcd import keys
 from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.decisions import KeeperRecord
 from elastic_ext.rendezvous.keys import JobKeys
@@ -22,6 +33,14 @@ logger = logging.getLogger(__name__)
 LEASE_S = 5  # a host that is silent for this long is lost; twice, if the leader of etcd was lost with it
 CALL_S = 3.0
 SCHEMA = 1
+
+ROOT = "/elastic_ext_keepers/"
+HOSTS = ROOT + "hosts/"
+SEEN = ROOT + "seen/"
+SHARED = ROOT + "shared/"
+CALLS = SHARED + "call/"
+ENDPOINTS = SHARED + "endpoints"
+SAVED = ROOT + "saved"
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,7 @@ class Cluster:
         self._watches: dict[str, SnapshotWatch] = {}
 
     def watch(self, *prefixes: str) -> None:
-        """Keep up with these: the job's header, keys.SHARED, keys.HOSTS."""
+        """Keep up with these: the job's header, SHARED, HOSTS."""
         for prefix in prefixes:
             if prefix not in self._watches:
                 self._watches[prefix] = self.client.watch_with_snapshot(prefix, self._wake)
@@ -73,9 +92,9 @@ class Cluster:
             self._note(event.kv.key.decode(errors="replace"), event.kv.value if event.kind == "put" else None)
 
     def _forget(self, prefix: str) -> None:
-        if prefix == keys.HOSTS:
+        if prefix == HOSTS:
             self.hosts.clear()
-        elif prefix == keys.SHARED:
+        elif prefix == SHARED:
             self.call = None
         else:
             self.header = None
@@ -85,13 +104,13 @@ class Cluster:
         try:
             if key == self.job_keys.header:
                 self.header = decode(Header, value, key) if value is not None else None
-            elif key.startswith(keys.HOSTS):
-                self.hosts.pop(key.removeprefix(keys.HOSTS), None)
+            elif key.startswith(HOSTS):
+                self.hosts.pop(key.removeprefix(HOSTS), None)
                 if value is not None:
-                    self.hosts[key.removeprefix(keys.HOSTS)] = records.read(KeeperRecord, value, key, SCHEMA)
-            elif key == keys.CALLS + self._own:
+                    self.hosts[key.removeprefix(HOSTS)] = records.read(KeeperRecord, value, key, SCHEMA)
+            elif key == CALLS + self._own:
                 self.call = records.read(Call, value, key, SCHEMA) if value is not None else None
-            elif key == keys.ENDPOINTS and value is not None:
+            elif key == ENDPOINTS and value is not None:
                 self.endpoints = value.decode()
                 self.client.follow(self.endpoints)
         except (records.RecordError, EtcdError, UnicodeDecodeError) as error:
@@ -105,10 +124,10 @@ class Cluster:
     def read_hosts(self) -> dict[str, KeeperRecord]:
         """Return the hosts as they are now; the watch may lag. Raises EtcdError."""
         found = {}
-        for kv in self.client.get_prefix(keys.HOSTS).kvs:
+        for kv in self.client.get_prefix(HOSTS).kvs:
             key = kv.key.decode(errors="replace")
             try:
-                found[key.removeprefix(keys.HOSTS)] = records.read(KeeperRecord, kv.value, key, SCHEMA)
+                found[key.removeprefix(HOSTS)] = records.read(KeeperRecord, kv.value, key, SCHEMA)
             except records.RecordError as error:
                 logger.warning("%s cannot be used: %s", key, error)
         return found
@@ -119,7 +138,7 @@ class Cluster:
             self._lease = LeaseSession(self.client, LEASE_S, on_lost=lambda _: self._wake())
         text = json.dumps({"schema": SCHEMA, **vars(record)})
         try:
-            self.client.txn([], [Put(keys.HOSTS + self._own, text, lease_id=self._lease.lease_id), *beside])
+            self.client.txn([], [Put(HOSTS + self._own, text, lease_id=self._lease.lease_id), *beside])
         except LeaseLost:
             self._lease = None
             raise
@@ -135,16 +154,16 @@ class Cluster:
 
     def is_seen(self, member: Member) -> bool:
         """Return whether a keeper has said that this member serves. Raises EtcdError."""
-        return self.client.get(f"{keys.SEEN}{member.member_id:x}").kv is not None
+        return self.client.get(f"{SEEN}{member.member_id:x}").kv is not None
 
     def await_change(self, deadline: float) -> bool:
         """Wait for a change of the hosts, and take all in; return False at the deadline, monotonic."""
         try:
-            item = self._watches[keys.HOSTS].get(max(0.0, deadline - time.monotonic()))
+            item = self._watches[HOSTS].get(max(0.0, deadline - time.monotonic()))
         except EtcdError:
             return False
         if item is not None:
-            self._take(keys.HOSTS, item)
+            self._take(HOSTS, item)
         return item is not None
 
     def withdraw(self) -> None:

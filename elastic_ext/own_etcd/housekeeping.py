@@ -14,9 +14,9 @@ from collections.abc import Callable
 from elastic_ext.base.helper_process import Agents
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Put, Tls
 from elastic_ext.etcd.client import Member
-from elastic_ext.own_etcd import decisions, keys
+from elastic_ext.own_etcd import decisions
 from elastic_ext.own_etcd.certificates import CertificateFiles
-from elastic_ext.own_etcd.cluster import SCHEMA, Call, Cluster
+from elastic_ext.own_etcd.cluster import CALLS, ENDPOINTS, HOSTS, SCHEMA, SEEN, SHARED, Call, Cluster
 from elastic_ext.own_etcd.decisions import NO_MAJORITY_S, KeeperRecord, KnownMember, Replacement
 from elastic_ext.own_etcd.job import LOSES_WRITES, KeeperJob
 from elastic_ext.own_etcd.member import MemberRunner, MemberState
@@ -49,7 +49,7 @@ class Housekeeping:
         try:
             with EtcdClient(others, tls=tls, timeout_s=BEGIN_CALL_S) as client:
                 found = [each for each in client.membership.members() if self._runner.peer_url in each.peers]
-                return bool(found) and client.get(f"{keys.SEEN}{found[0].member_id:x}").kv is None and bool(found[0].name)
+                return bool(found) and client.get(f"{SEEN}{found[0].member_id:x}").kv is None and bool(found[0].name)
         except EtcdError as error:
             logger.info("the other members do not answer yet: %s", error)
             return True
@@ -59,10 +59,10 @@ class Housekeeping:
         job = self._job
         self.cluster = Cluster(job.plan.endpoints, job.plan.run_id, job.own.name, self._files, self._wake)
         if self._runner.state is MemberState.NONE:
-            self.cluster.watch(self.cluster.job_keys.header, keys.SHARED)
+            self.cluster.watch(self.cluster.job_keys.header, SHARED)
 
     def member_serves(self) -> None:
-        self.cluster.watch(self.cluster.job_keys.header, keys.SHARED, keys.HOSTS)
+        self.cluster.watch(self.cluster.job_keys.header, SHARED, HOSTS)
         program = self._job.program
         self._agents.say(
             {"say": "info", "text": f"this host runs a member of the job's etcd: {program}, {self._runner.client_url}"}
@@ -85,7 +85,7 @@ class Housekeeping:
 
     def member_lost(self) -> None:
         """Note that this host has no member any more, and can get a new one."""
-        self.cluster.watch(self.cluster.job_keys.header, keys.SHARED)
+        self.cluster.watch(self.cluster.job_keys.header, SHARED)
 
     @property
     def elsewhere(self) -> bool:
@@ -135,10 +135,10 @@ class Housekeeping:
         Together, because a member that has been seen, on a host that says it has none, is a lost one.
         """
         own = cluster.member_of(self._runner.peer_url)
-        ops: list[Put | Delete] = [Put(f"{keys.SEEN}{own.member_id:x}", "")] if own is not None else []
+        ops: list[Put | Delete] = [Put(f"{SEEN}{own.member_id:x}", "")] if own is not None else []
         if cluster.call is not None:
             urls = [url for each in cluster.client.membership.members() for url in each.clients]
-            ops += [Put(keys.ENDPOINTS, ",".join(urls)), Delete(keys.CALLS + self._job.own.name)]
+            ops += [Put(ENDPOINTS, ",".join(urls)), Delete(CALLS + self._job.own.name)]
         return ops
 
     def _save(self, cluster: Cluster, directory: str) -> None:
@@ -171,12 +171,12 @@ class Housekeeping:
         self._agents.say({"say": "warning", "text": f"the job's etcd: {step.reason}"})
         if step.remove:
             membership.remove(step.remove)
-            self.cluster.client.txn([], [Delete(f"{keys.SEEN}{step.remove:x}")])
+            self.cluster.client.txn([], [Delete(f"{SEEN}{step.remove:x}")])
             return
         peer, name = hosts[step.add].peer, f"{step.add}-{secrets.token_hex(3)}"
         members = membership.add(peer)
         call = Call(name, ",".join(_named(each, peer, name) for each in members))
-        self.cluster.client.txn([], [Put(keys.CALLS + step.add, json.dumps({"schema": SCHEMA, **vars(call)}))])
+        self.cluster.client.txn([], [Put(CALLS + step.add, json.dumps({"schema": SCHEMA, **vars(call)}))])
 
     def tell_silent(self) -> None:
         """Report to the agents for whom they wait."""

@@ -35,7 +35,7 @@ class Host:
 
 
 def own_host(plan: Plan, environ: Mapping[str, str], fallback: str) -> Host:
-    """Return this machine. fallback: its address where it is none of the plan's hosts.
+    """Return this machine. fallback: its address if the plan does not name it.
 
     Slurm gives the name; else it is that of the machine, or the first whose address is this machine's.
     """
@@ -92,7 +92,7 @@ class Program:
 
 
 def find_program(environ: Mapping[str, str]) -> Program:
-    """Return the program to run: one that keeps its writes, then the newest. Raises UsageError if there is none."""
+    """Return the program to run: one that keeps its writes, then the newest. Raises UsageError if no such program is found."""
     found = [each for each in (_on_path(environ), _of_package()) if each is not None and each.version >= LEAST]
     if not found:
         raise UsageError(

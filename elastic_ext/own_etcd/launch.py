@@ -46,7 +46,7 @@ class Attachment:
     """One agent's connection to the keeper. `await_access`, then `follow` with the client, and at the end `close`."""
 
     def __init__(self, keeper_job: job.KeeperJob) -> None:
-        """Come in, and start a keeper if there is none. Raises HelperFailed: none can be started."""
+        """Connect to the keeper of this host, and start it if it does not run. Raises HelperFailed if it cannot be started."""
         self._job = keeper_job
         self._changed = threading.Condition()
         self._access: Access | None = None
@@ -172,7 +172,7 @@ def begin_early(argv: Sequence[str], environ: Mapping[str, str]) -> None:
 
 
 def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, environ: Mapping[str, str]) -> Attachment:
-    """Come in to the keeper of this host, which is started if there is none. Returns before etcd serves.
+    """Connect to the keeper of this host, which is started if it does not run. Returns before etcd serves.
 
     run_id: checked. address: by which the other hosts reach this one, if the user has said so.
 

@@ -24,7 +24,7 @@ from elastic_ext.base.files import write_whole
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Get, Put, SnapshotWatch, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.failures.ledger import decode_verdict
-from elastic_ext.own_etcd import keys
+from elastic_ext.own_etcd import cluster
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State
 
@@ -115,13 +115,13 @@ class SavedKeys:
         """
         found = newest(self._directory, self._run_id)
         while True:
-            kv = self._client.get(keys.SAVED).kv
+            kv = self._client.get(cluster.SAVED).kv
             before = _beginning(kv)
             if kv is not None and (found is None or found.launch == before.launch or found.age <= before.age):
                 return ""
             began = Beginning(before.launch or secrets.token_hex(8), *(found.age if found is not None else (0, 0)))
-            guards = [unchanged(keys.SAVED, kv.mod_revision if kv is not None else 0), absent(self._job.header)]
-            if self._client.txn(guards, [Put(keys.SAVED, json.dumps({"schema": SCHEMA, **vars(began)}))]).succeeded:
+            guards = [unchanged(cluster.SAVED, kv.mod_revision if kv is not None else 0), absent(self._job.header)]
+            if self._client.txn(guards, [Put(cluster.SAVED, json.dumps({"schema": SCHEMA, **vars(began)}))]).succeeded:
                 return self._put_back(found) if found is not None else ""
             if self._client.get(self._job.header).kv is not None:  # the job trains already
                 return ""
@@ -161,7 +161,7 @@ class SavedKeys:
 
     def write(self) -> None:
         """Write the file. Raises EtcdError."""
-        read = self._client.txn([], [Get(keys.SAVED), *(Get(prefix, prefix=True) for prefix in self._job.outliving)])
+        read = self._client.txn([], [Get(cluster.SAVED), *(Get(prefix, prefix=True) for prefix in self._job.outliving)])
         began = _beginning(read.readings[0].kv)
         found = [kv for reading in read.readings[1:] for kv in reading.kvs]
         left = {lease: self._client.lease_left_s(lease) for lease in {kv.lease_id for kv in found} - {0}}
@@ -210,6 +210,6 @@ def is_for_good(header: Header) -> bool:
 
 def _beginning(kv: KeyValue | None) -> Beginning:
     try:
-        return records.read(Beginning, kv.value, keys.SAVED, SCHEMA) if kv is not None else Beginning("", 0, 0)
+        return records.read(Beginning, kv.value, cluster.SAVED, SCHEMA) if kv is not None else Beginning("", 0, 0)
     except records.RecordError:
         return Beginning("", 0, 0)

@@ -12,7 +12,7 @@ import pytest
 
 from elastic_ext.base import settings
 from elastic_ext.etcd import Delete, LeaseSession, Put, Tls
-from elastic_ext.own_etcd import keys, launch, saved_keys
+from elastic_ext.own_etcd import cluster, launch, saved_keys
 from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_client import EtcdClient
 from tests.jobs import wait_gone
@@ -136,9 +136,9 @@ def test_a_member_is_seen_from_the_moment_on_that_its_host_says_it_has_one(tmp_p
         stack.callback(attachment.close)
         access = attachment.await_access(60)
         with EtcdClient(access.endpoints, tls=Tls(access.files.ca, access.files.cert, access.files.key)) as client:
-            (seen,) = client.get_prefix(keys.SEEN).kvs
-            told = client.get(keys.HOSTS + "localhost", revision=seen.mod_revision).kv
+            (seen,) = client.get_prefix(cluster.SEEN).kvs
+            told = client.get(cluster.HOSTS + "localhost", revision=seen.mod_revision).kv
             assert told is not None
             assert json.loads(told.value)["member"] is True
-            before = client.get(keys.HOSTS + "localhost", revision=seen.mod_revision - 1).kv
+            before = client.get(cluster.HOSTS + "localhost", revision=seen.mod_revision - 1).kv
             assert before is None

@@ -21,7 +21,6 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from elastic_ext.agent import launch
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import contracts, diagnosis, files
-from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing
@@ -61,7 +60,7 @@ class MemoryCopies:
                 os.unlink(os.path.join(self._run_dir, LOCK))
             os.close(self._lock)
 
-    def open(self, nodes: int) -> MemoryRoom | None:
+    def open(self, nodes: int) -> contracts.MemoryRoom | None:
         """Return the room for this node's own copies in a round of this many nodes; None: no room.
 
         With several nodes, it is half of what there is: the other half is for the copies of another node.
@@ -80,7 +79,7 @@ class MemoryCopies:
             logger.warning("no copies of the state in memory: %s", error)
             return None
         limit = limit // 2 if nodes > 1 else limit
-        return MemoryRoom(directory, limit, settings.memory_every, settings.topology or "", settings.memory_mb_s * 1e6)
+        return contracts.MemoryRoom(directory, limit, settings.memory_every, settings.topology or "", settings.memory_mb_s * 1e6)
 
     @property
     def _directory(self) -> str:

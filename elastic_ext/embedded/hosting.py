@@ -30,7 +30,6 @@ from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.own_etcd import certificates
 from elastic_ext.rendezvous import address
-from elastic_ext.rendezvous.address import check_own, endpoint_of, is_loopback
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -66,7 +65,7 @@ def parse(text: str, local_addr: str | None) -> StoreEndpoint:
     if match is None or not 0 < number < 1 << 16:
         raise UsageError(f"--rdzv-endpoint={printable(text)}: {example}, and a port from 1 to 65535")
     host = match["bracketed"] or match["name"] or match["bare"]
-    if (is_loopback(host.lower()) or host in ("0.0.0.0", "::")) and not local_addr:
+    if (address.is_loopback(host.lower()) or host in ("0.0.0.0", "::")) and not local_addr:
         raise UsageError(
             f"--rdzv-endpoint={printable(text)} with several nodes: {host} is another machine on each machine; {example}; or, "
             "if all nodes are agents on this one machine, add --local-addr=127.0.0.1"
@@ -86,7 +85,7 @@ def decide(endpoint: StoreEndpoint, is_host: bool | None, resolved: Sequence[str
     """
     if is_host is not None:
         return Hosting(is_host, f"is_host={int(is_host)}")
-    here = [each for each in resolved if each in own or is_loopback(each)]
+    here = [each for each in resolved if each in own or address.is_loopback(each)]
     elsewhere = [each for each in resolved if each not in here and not each.startswith("fe80:")]
     if here and elsewhere:
         raise UsageError(
@@ -179,7 +178,7 @@ class EmbeddedStore:
         if params.get("store_type", "tcp").strip().lower() != "tcp":
             raise UsageError("--rdzv-conf=store_type: ext_c10d has one kind of store; expected tcp, or nothing")
         self._params, self._settings = params, torch_settings(params.config, settings)
-        self.endpoint = parse(endpoint_of(params.endpoint, params.max_nodes, environ), params.local_addr)
+        self.endpoint = parse(address.endpoint_of(params.endpoint, params.max_nodes, environ), params.local_addr)
         self._wait_s = torch_number(params.config, "read_timeout", START_S)
         self._folder: _Folder | None = None
         self._files: certificates.CertificateFiles | None = None
@@ -193,7 +192,7 @@ class EmbeddedStore:
 
     def _begin(self) -> None:
         if self._params.local_addr:  # before anything is started
-            check_own(self._params.local_addr, self._params.local_addr)
+            address.check_own(self._params.local_addr, self._params.local_addr)
         own = [each.address for each in address.addresses()]
         key = b""
         if has_secret(self._settings):
@@ -222,7 +221,7 @@ class EmbeddedStore:
             check_ledger_path(ledger)
             ledger = os.path.abspath(ledger)
         host = ALL_ADDRESSES
-        if is_loopback(self.endpoint.host) and is_loopback(self._params.local_addr or ""):
+        if address.is_loopback(self.endpoint.host) and address.is_loopback(self._params.local_addr or ""):
             host = "127.0.0.1" if self.endpoint.host == "localhost" else self.endpoint.host
         plan = StorePlan(host, self.endpoint.port, job=self._job, run_id=self._params.run_id, ledger_file=ledger)
         if self._files is not None:

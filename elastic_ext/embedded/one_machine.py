@@ -26,7 +26,6 @@ from elastic_ext.etcd import CallObserver
 from elastic_ext.etcd.messages import etcdrpc
 from elastic_ext.etcd.values import Delete
 from elastic_ext.failures import joint_evidence, judgement
-from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
 from elastic_ext.rendezvous import contract, judging
 from elastic_ext.rendezvous.address import check_own, checked_address, host_of, own_address, own_name
@@ -178,7 +177,7 @@ class OneRound:
         self._over = self._over or over
         self._job.on_event()
 
-    def report_quiet(self, reach: Reach | None) -> None:
+    def report_quiet(self, reach: joint_evidence.Reach | None) -> None:
         """Do nothing: there is no other node to reach."""
 
     def report_hashed(self, hashed: tuple[joint_evidence.Hashed, ...]) -> None:

@@ -20,25 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from elastic_ext.etcd import values
 from elastic_ext.etcd.calls import BESIDE_S, Caller, CallObserver, Tokens, User, ask, race
 from elastic_ext.etcd.endpoints import Endpoints, Stubs, Tls, parse_endpoints
 from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
 from elastic_ext.etcd.lease import LeaseRenewer
 from elastic_ext.etcd.messages import Message, etcdrpc
-from elastic_ext.etcd.values import (
-    Alarm,
-    Compare,
-    Get,
-    KeptAlive,
-    Key,
-    Lease,
-    Op,
-    Reading,
-    Status,
-    TxnResult,
-    range_of_prefix,
-    to_bytes,
-)
 from elastic_ext.etcd.watch import SnapshotWatch, WatchStream
 
 
@@ -164,15 +151,15 @@ class EtcdClient:
 
     # Keys
 
-    def get(self, key: Key, *, revision: int = 0, timeout_s: float | None = None) -> Reading:
+    def get(self, key: values.Key, *, revision: int = 0, timeout_s: float | None = None) -> values.Reading:
         """Read the key now (linearizable) or as of `revision`; `.kv` is None if it does not exist."""
-        return self._range(to_bytes(key), b"", {"revision": revision}, f"get {_show(key)}", timeout_s)
+        return self._range(values.to_bytes(key), b"", {"revision": revision}, f"get {_show(key)}", timeout_s)
 
-    def revision(self, key: Key, *, timeout_s: float | None = None) -> int:
+    def revision(self, key: values.Key, *, timeout_s: float | None = None) -> int:
         """Return the store's current revision. key: any key that the user may read."""
-        return self._range(to_bytes(key), b"", {"count_only": True}, "get the revision", timeout_s).revision
+        return self._range(values.to_bytes(key), b"", {"count_only": True}, "get the revision", timeout_s).revision
 
-    def get_prefix(self, prefix: Key, *, keys_only: bool = False, timeout_s: float | None = None) -> Reading:
+    def get_prefix(self, prefix: values.Key, *, keys_only: bool = False, timeout_s: float | None = None) -> values.Reading:
         """Read all keys with this prefix, in order, as of one revision, however many there are."""
         deadline = self.now() + (timeout_s or self.timeout_s)
         while True:
@@ -182,9 +169,9 @@ class EtcdClient:
                 if self.now() > deadline:
                     raise
 
-    def last_created_before(self, prefix: Key, create_revision: int, *, timeout_s: float | None = None) -> Reading:
+    def last_created_before(self, prefix: values.Key, create_revision: int, *, timeout_s: float | None = None) -> values.Reading:
         """Read the last-created key with this prefix, of those created before a revision; `.kv` is None if there is none."""
-        start, end = range_of_prefix(prefix)
+        start, end = values.range_of_prefix(prefix)
         request = etcdrpc().RangeRequest
         options = {
             "limit": 1,
@@ -194,8 +181,8 @@ class EtcdClient:
         }
         return self._range(start, end, options, f"get the last of {_show(prefix)}*", timeout_s)
 
-    def _pages(self, prefix: Key, keys_only: bool, deadline: float) -> Reading:
-        start, end = range_of_prefix(prefix)
+    def _pages(self, prefix: values.Key, keys_only: bool, deadline: float) -> values.Reading:
+        start, end = values.range_of_prefix(prefix)
         options: dict[str, object] = {"limit": PAGE, "keys_only": keys_only}
         what = f"get {_show(prefix)}*"
         page = self._range(start, end, options, what, deadline - self.now())
@@ -204,25 +191,25 @@ class EtcdClient:
         while page.more:
             page = self._range(kvs[-1].key + b"\0", end, options, what, max(0.01, deadline - self.now()))
             kvs += page.kvs
-        return Reading(first.revision, tuple(kvs), first.count, False)
+        return values.Reading(first.revision, tuple(kvs), first.count, False)
 
-    def _range(self, key: bytes, end: bytes, options: dict[str, object], what: str, timeout_s: float | None) -> Reading:
+    def _range(self, key: bytes, end: bytes, options: dict[str, object], what: str, timeout_s: float | None) -> values.Reading:
         request = etcdrpc().RangeRequest(key=key, range_end=end, **options)
 
-        def send(etcd: Stubs) -> Reading:
+        def send(etcd: Stubs) -> values.Reading:
             response = etcd.kvstub.Range(request, etcd.timeout, metadata=etcd.metadata)
-            return Reading.parse(response, response.header.revision)
+            return values.Reading.parse(response, response.header.revision)
 
         return self._ask(what, send, timeout_s=timeout_s)
 
     def txn(
         self,
-        compares: Sequence[Compare],
-        on_success: Sequence[Op] = (),
-        on_failure: Sequence[Op] = (),
+        compares: Sequence[values.Compare],
+        on_success: Sequence[values.Op] = (),
+        on_failure: Sequence[values.Op] = (),
         *,
         timeout_s: float | None = None,
-    ) -> TxnResult:
+    ) -> values.TxnResult:
         """Run one list of operations if all comparisons hold, otherwise the other, in one revision.
 
         etcd's limit is 128 operations per list. Raises LeaseLost if a `Put` names a lease that does not exist (any more).
@@ -232,30 +219,30 @@ class EtcdClient:
             success=[op.message() for op in on_success],
             failure=[op.message() for op in on_failure],
         )
-        writes = [op for op in (*on_success, *on_failure) if not isinstance(op, Get)]
+        writes = [op for op in (*on_success, *on_failure) if not isinstance(op, values.Get)]
         keys = [op.key for op in writes] or [compare.key for compare in compares]
         what = f"transaction on {_show(keys[0]) if keys else 'nothing'}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
 
-        def send(etcd: Stubs) -> TxnResult:
-            return TxnResult.parse(etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata))
+        def send(etcd: Stubs) -> values.TxnResult:
+            return values.TxnResult.parse(etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata))
 
         if not writes:
             return self._ask(what, send, timeout_s=timeout_s)
         return self._write(what, send, timeout_s=timeout_s)
 
-    def watch_with_snapshot(self, prefix: Key, on_item: Callable[[], None] | None = None) -> SnapshotWatch:
+    def watch_with_snapshot(self, prefix: values.Key, on_item: Callable[[], None] | None = None) -> SnapshotWatch:
         """Deliver the keys first, then their changes: see `SnapshotWatch`."""
         return SnapshotWatch(self, prefix, on_item)
 
     # Leases
 
-    def lease_grant(self, ttl_s: int, *, timeout_s: float | None = None) -> Lease:
+    def lease_grant(self, ttl_s: int, *, timeout_s: float | None = None) -> values.Lease:
         """Grant a lease that is not renewed; see `LeaseSession`. ttl_s: seconds."""
 
-        def send(etcd: Stubs) -> Lease:
+        def send(etcd: Stubs) -> values.Lease:
             sent_at = self.now()
             lease = etcd.lease(ttl_s)
-            return Lease(lease.id, lease.ttl, sent_at)
+            return values.Lease(lease.id, lease.ttl, sent_at)
 
         # Repeatable: a second lease expires by itself.
         return self._ask("grant a lease", send, timeout_s=timeout_s)
@@ -267,17 +254,17 @@ class EtcdClient:
 
     def lease_keep_alive(
         self, lease_ids: Sequence[int], *, timeout_s: float | None = None, beside_s: float = BESIDE_S
-    ) -> KeptAlive:
+    ) -> values.KeptAlive:
         """Renew the leases once. beside_s: see `race`."""
         rpc = etcdrpc()
         requests = [rpc.LeaseKeepAliveRequest(ID=lease_id) for lease_id in lease_ids]
 
-        def send(etcd: Stubs) -> KeptAlive:
+        def send(etcd: Stubs) -> values.KeptAlive:
             sent_at, answered = self.now(), threading.Event()
             # The client's end of the stream stays open until all answers are there: etcd's grpc-proxy gives none after it.
             answers = etcd.leasestub.LeaseKeepAlive(_until(answered, requests), etcd.timeout, metadata=etcd.metadata)
             try:
-                return KeptAlive(sent_at, {answer.ID: answer.TTL for answer in itertools.islice(answers, len(requests))})
+                return values.KeptAlive(sent_at, {answer.ID: answer.TTL for answer in itertools.islice(answers, len(requests))})
             finally:
                 answered.set()
 
@@ -295,23 +282,23 @@ class EtcdClient:
 
     # The cluster
 
-    def status(self, *, timeout_s: float | None = None) -> Status:
+    def status(self, *, timeout_s: float | None = None) -> values.Status:
         """Return the status of the member in use; a member without a leader answers as well."""
         request = etcdrpc().StatusRequest()
 
-        def send(etcd: Stubs) -> Status:
+        def send(etcd: Stubs) -> values.Status:
             answer = etcd.maintenancestub.Status(request, etcd.timeout, metadata=etcd.metadata)
             head = answer.header
-            return Status(answer.version, head.member_id, answer.leader, answer.raftTerm, answer.dbSize, head.revision)
+            return values.Status(answer.version, head.member_id, answer.leader, answer.raftTerm, answer.dbSize, head.revision)
 
         return self._ask("status", send, timeout_s=timeout_s, leader=False)
 
-    def alarms(self, *, timeout_s: float | None = None) -> tuple[Alarm, ...]:
+    def alarms(self, *, timeout_s: float | None = None) -> tuple[values.Alarm, ...]:
         """Return all alarms that are now raised in the cluster."""
         kinds = etcdrpc().AlarmMember.DESCRIPTOR.fields_by_name["alarm"].enum_type.values_by_number
 
-        def send(etcd: Stubs) -> tuple[Alarm, ...]:
-            return tuple(Alarm(alarm.member_id, kinds[alarm.alarm_type].name) for alarm in etcd.list_alarms())
+        def send(etcd: Stubs) -> tuple[values.Alarm, ...]:
+            return tuple(values.Alarm(alarm.member_id, kinds[alarm.alarm_type].name) for alarm in etcd.list_alarms())
 
         return self._ask("list the alarms", send, timeout_s=timeout_s)
 
@@ -333,6 +320,6 @@ def _until(answered: threading.Event, requests: Iterable[T]) -> Iterator[T]:
     answered.wait()
 
 
-def _show(key: Key) -> str:
+def _show(key: values.Key) -> str:
     text = key if isinstance(key, str) else key.decode(errors="backslashreplace")
     return text if text.isprintable() else repr(text)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 from elastic_ext.etcd import calls, errors
-from elastic_ext.etcd.calls import Caller
 from elastic_ext.etcd.endpoints import Connection
 from elastic_ext.etcd.errors import AuthError, ClientClosed, Compacted, ErrorKind, EtcdError, RpcFailure, Unavailable
 from elastic_ext.etcd.messages import Message, etcdrpc
@@ -238,7 +237,7 @@ class _Call:
 class WatchStream:
     """The one stream of a client. Its thread starts with the first watch."""
 
-    def __init__(self, caller: Caller, revision: Callable[[bytes], int]) -> None:
+    def __init__(self, caller: calls.Caller, revision: Callable[[bytes], int]) -> None:
         """caller: the client's. revision: reads the store's revision; its argument is a key that the user may read."""
         self._caller = caller
         self._revision = revision

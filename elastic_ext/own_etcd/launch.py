@@ -26,7 +26,6 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import EtcdClient, EtcdError
 from elastic_ext.failures import slurm
 from elastic_ext.own_etcd import certificates, folder, job
-from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.endpoint import Plan, early_options, is_job, make_plan
 from elastic_ext.rendezvous.address import address_towards, chosen
 from elastic_ext.rendezvous.keys import checked_given
@@ -39,7 +38,7 @@ class Access:
     """What a client needs. endpoints: as for `--rdzv-endpoint`."""
 
     endpoints: str
-    files: CertificateFiles
+    files: certificates.CertificateFiles
 
 
 class Attachment:
@@ -123,7 +122,7 @@ class Attachment:
             if say in ("info", "warning"):
                 self._log(logging.WARNING if say == "warning" else logging.INFO, text)
             elif say == "ready":
-                files = CertificateFiles(text_of(message, "ca"), text_of(message, "cert"), text_of(message, "key"))
+                files = certificates.CertificateFiles(text_of(message, "ca"), text_of(message, "cert"), text_of(message, "key"))
                 self._access = Access(text_of(message, "endpoints"), files)
                 self._follow(self._access)
             elif say == "silent":
@@ -252,5 +251,5 @@ def visitor(endpoint: str, run_id: str, settings: Settings) -> Iterator[tuple[st
         )
     key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
     with tempfile.TemporaryDirectory() as scratch:
-        files: CertificateFiles = certificates.write(key, run_id, ("visitor",), Path(scratch))
+        files: certificates.CertificateFiles = certificates.write(key, run_id, ("visitor",), Path(scratch))
         yield plan.endpoints, with_access(settings, Access(plan.endpoints, files))

@@ -15,7 +15,6 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
 from elastic_ext.base import goodput, names
 from elastic_ext.base.contracts import LeaseRevocation
 from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.goodput import HostRecord, Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
@@ -24,9 +23,7 @@ from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import contract, drains, job_status
 from elastic_ext.rendezvous.address import machine
-from elastic_ext.rendezvous.drains import Admission, DrainRequest
 from elastic_ext.rendezvous.header_record import closed
-from elastic_ext.rendezvous.job_status import JobStatus, RunningJob
 from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.leader import outliving_lease
@@ -55,7 +52,7 @@ class AgentPosition:
 class _Own:
     """This host's record as it was read or written last, at this revision; 0: there is none. lease_id: its lease."""
 
-    record: HostRecord
+    record: goodput.HostRecord
     revision: int = 0
     lease_id: int = 0
 
@@ -76,7 +73,7 @@ class EtcdGoodput:
         self._own: _Own | None = None  # None: to be read
         self._shared = False
 
-    def share(self, spent: Spent) -> Shared:
+    def share(self, spent: goodput.Spent) -> goodput.Shared:
         """Add what this agent has spent since its last call; return the sum over hosts, as rank 0 has made it last.
 
         Raises EtcdError, and OtherJob. If the answer of a write was lost, the same seconds may be added twice.
@@ -113,29 +110,29 @@ class EtcdGoodput:
             seen = "no job" if found is None else f"job {printable(found.job)}"
             raise OtherJob(f"goodput of {self._key}: {seen} runs under this --rdzv-id by now, expected {job}")
         guard = [unchanged(self._keys.header, header.mod_revision)]
-        return (_Own(self._record(own), own.mod_revision, own.lease_id) if own is not None else _Own(HostRecord())), guard
+        return (_Own(self._record(own), own.mod_revision, own.lease_id) if own is not None else _Own(goodput.HostRecord())), guard
 
-    def _sum(self, mine: HostRecord) -> Shared:
+    def _sum(self, mine: goodput.HostRecord) -> goodput.Shared:
         found = {kv.key.decode(errors="replace"): self._record(kv) for kv in self._client.get_prefix(self._keys.goodput).kvs}
         found[self._key] = mine
-        return Shared(goodput.total(found), len(found))
+        return goodput.Shared(goodput.total(found), len(found))
 
-    def _as_written(self, written: TxnResult, mine: HostRecord) -> Shared:
+    def _as_written(self, written: TxnResult, mine: goodput.HostRecord) -> goodput.Shared:
         """Return the sum as rank 0 has written it; before that, what this host knows."""
         if (kv := written.readings[0].kv) is not None:
             try:
                 return goodput.decode_sum(kv.value, self._keys.goodput_sum)
             except RecordError as error:
                 self._reader.note_fault(str(error), kv)
-        return Shared(mine.spent, 1)
+        return goodput.Shared(mine.spent, 1)
 
-    def _record(self, kv: KeyValue) -> HostRecord:
+    def _record(self, kv: KeyValue) -> goodput.HostRecord:
         """Return the record; a new one if it is unreadable, which is logged once."""
         try:
             return goodput.decode(kv.value, kv.key.decode(errors="replace"))
         except RecordError as error:
             self._reader.note_fault(f"{error}; it counts as no goodput", kv)
-            return HostRecord()
+            return goodput.HostRecord()
 
 
 REPLACE_TIMEOUT_S = 5.0  # for the header to stop changing
@@ -275,12 +272,12 @@ class EtcdRendezvous(contract.Base):
     def drain(self) -> Drain | None:
         return drains.of_node(self._place.participant.header, self.node_id)
 
-    def replace_host(self, host: str, reason: str, because: str) -> Admission:
-        request = DrainRequest(host, reason, self.settings.refuse_node)
-        job = RunningJob(self._place.participant.client, self.get_run_id())
+    def replace_host(self, host: str, reason: str, because: str) -> drains.Admission:
+        request = drains.DrainRequest(host, reason, self.settings.refuse_node)
+        job = job_status.RunningJob(self._place.participant.client, self.get_run_id())
         return job.admit(request, REPLACE_TIMEOUT_S, because)[0]
 
-    def share_goodput(self, spent: Spent) -> Shared:
+    def share_goodput(self, spent: goodput.Spent) -> goodput.Shared:
         return self._goodput.share(spent)
 
     def _position(self) -> AgentPosition:
@@ -309,7 +306,7 @@ class EtcdRendezvous(contract.Base):
             key = participant.context.keys.report(self.node_id)
             participant.client.txn([], [Put(key, report, lease_id=lease_id)])
 
-    def status(self) -> JobStatus:
+    def status(self) -> job_status.JobStatus:
         """Return the state of the job in etcd. Raises UsageError."""
         return job_status.read(self._place.participant.client, self.get_run_id())
 

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from elastic_ext.base import records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
-from elastic_ext.base.records import Count, OtherSchema, RecordError
 from elastic_ext.etcd import Compare, Delete, EtcdClient, Get, LeaseLost, Put, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
@@ -35,8 +34,8 @@ JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node
 class SharedSettings:
     """The settings that must be the same on all nodes of a job. loopback: see `NodeConfig`; of the node that wrote them."""
 
-    min_nodes: Count
-    max_nodes: Count
+    min_nodes: records.Count
+    max_nodes: records.Count
     loopback: str = ""
 
     def __str__(self) -> str:
@@ -185,9 +184,9 @@ class JobRecords:
             return None
         try:
             return records.read(SharedSettings, job.value, self._keys.job, SCHEMA)
-        except OtherSchema as error:
+        except records.OtherSchema as error:
             return str(error)
-        except RecordError as error:
+        except records.RecordError as error:
             self._reader.note_fault(str(error), job)
             return None
 

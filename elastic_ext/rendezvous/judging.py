@@ -17,7 +17,6 @@ from elastic_ext.failures import judgement
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.joint_evidence import Reach
-from elastic_ext.failures.judgement import Circumstances, Lost
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, decode_ledger, decode_report, encode_ledger, encode_verdict
 from elastic_ext.failures.policy import BAD_NODE, CUT_AGAIN, Backoff
 from elastic_ext.rendezvous import drains
@@ -26,9 +25,9 @@ from elastic_ext.rendezvous.round_records import State
 logger = logging.getLogger(__name__)
 
 
-def circumstances(settings: Settings, max_restarts: int) -> Circumstances:
+def circumstances(settings: Settings, max_restarts: int) -> judgement.Circumstances:
     """Return the current circumstances of a judgement, without those of the round."""
-    return Circumstances(
+    return judgement.Circumstances(
         max_restarts,
         settings.exit_codes,
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
@@ -123,7 +122,7 @@ class AgentPolicy:
             nodes=reports.nodes,
             members=reports.members,
             min_nodes=self._min_nodes,
-            lost=tuple(Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items()),
+            lost=tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items()),
             charges=reports.charges if window_s else None,
             reaches=reports.reaches,
             hosts={id_: drains.host_of(id_) for id_ in reports.reaches},
@@ -154,6 +153,6 @@ class AgentPolicy:
 
         left_behind: the job has gone on without this node, which was lost. So its workers failed because the others' were gone.
         """
-        behind = Lost(report.host, "was cut off, and the job has gone on without it", node_id)
+        behind = judgement.Lost(report.host, "was cut off, and the job has gone on without it", node_id)
         rules = replace(circumstances(self._settings, self.max_restarts), nodes=1, lost=(behind,) if left_behind else ())
         return judgement.judge({node_id: report}, Ledger(), rules, round_)[1]

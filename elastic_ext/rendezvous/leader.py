@@ -25,7 +25,6 @@ from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports
 from elastic_ext.rendezvous.own_records import OwnWatches, Registration
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
-from elastic_ext.rendezvous.rounds import Action, Amend, Conclude, End, Release, Seal, View, Wait
 from elastic_ext.rendezvous.tasks import NodeContext, Outage
 
 logger = logging.getLogger(__name__)
@@ -112,7 +111,7 @@ class Leader:
             self._records.clear_overwritten(self._members.ranks)
             view = self._view()
             action = rounds.next_action(view, self._context.config.limits, now)
-            if isinstance(action, Wait):
+            if isinstance(action, rounds.Wait):
                 looked = self._context.tasks.now()
                 self._rests_until = looked + min(REST_FACTOR * (looked - now), MAX_REST_S)
                 return min(action.until or self._upkeep.renew_at, self._upkeep.renew_at)
@@ -123,9 +122,9 @@ class Leader:
                 # Nothing was written or has changed: for example, this node's own key is gone, and it no longer leads.
                 return now + AGAIN_S
 
-    def _view(self) -> View:
+    def _view(self) -> rounds.View:
         header, records = self._header.value, self._records
-        view = View(
+        view = rounds.View(
             header,
             records.nodes,
             records.joined,
@@ -154,16 +153,16 @@ class Leader:
         number = sum(node.done >= round_ for id_, node in self._records.nodes.items() if id_ in self._members.ranks)
         return self._seen.at(round_, f"{number} finished") if number else None
 
-    def _carry_out(self, action: Action, view: View) -> None:
-        if isinstance(action, Seal):
+    def _carry_out(self, action: rounds.Action, view: rounds.View) -> None:
+        if isinstance(action, rounds.Seal):
             self._seal(view, action)
-        elif isinstance(action, Conclude):
+        elif isinstance(action, rounds.Conclude):
             self._conclude(view, action)
-        elif isinstance(action, Release):
+        elif isinstance(action, rounds.Release):
             self._release(view, action)
-        elif isinstance(action, Amend):
+        elif isinstance(action, rounds.Amend):
             self.write_header(action.header)
-        elif isinstance(action, End):
+        elif isinstance(action, rounds.End):
             ended = dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind, lost=action.lost)
             self.write_header(ended)
 
@@ -174,7 +173,7 @@ class Leader:
             self._reload()
         return written
 
-    def _seal(self, view: View, action: Seal) -> None:
+    def _seal(self, view: rounds.View, action: rounds.Seal) -> None:
         client, keys, lease_id = self._context.client, self._context.keys, self._header.lease_id
         header, assignments = rounds.seal(view, action, secrets.token_hex(4))
         for host in sorted(drains.ambiguous_hosts(view.nodes)):
@@ -196,7 +195,7 @@ class Leader:
             client.txn([self._header.unchanged, self._still_leading], left[at : at + OPS_PER_TXN])
         return None
 
-    def _conclude(self, view: View, action: Conclude) -> None:
+    def _conclude(self, view: rounds.View, action: rounds.Conclude) -> None:
         hosts = frozenset(id_ for id_, node in view.nodes.items() if node.hosts_store)
         reports = RoundReports(
             view.header.round,
@@ -242,7 +241,7 @@ class Leader:
         )
         return header.write(judged, [self._still_leading, same_ledger], puts)
 
-    def _release(self, view: View, action: Release) -> None:
+    def _release(self, view: rounds.View, action: rounds.Release) -> None:
         """Let drained nodes leave, and refuse their hosts in the same transaction."""
         keys, hosts = self._context.keys, {each.host: each for each in view.header.drains if each.node in action.nodes}
         client = self._context.client

@@ -43,7 +43,6 @@ from elastic_ext.rendezvous.links import Links, Peers
 from elastic_ext.rendezvous.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, RecordReader, State, encode
 from elastic_ext.rendezvous.round_store import StoreConnector, listen_at
-from elastic_ext.rendezvous.rounds import Limits
 from elastic_ext.rendezvous.tasks import Dispatcher, HostRefused, LostRace, NodeConfig, NodeContext, Outage, TaskRunner
 
 logger = logging.getLogger(__name__)
@@ -627,7 +626,7 @@ def take_place(
     host = own_name(settings)
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
     rejoin = rejoin_s(settings, os.environ)
-    limits = Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle, rejoin)
+    limits = rounds.Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle, rejoin)
     loopback = network() if params.max_nodes > 1 and is_loopback(address) else ""
     config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
     participant = Participant(client, dispatcher, config, notify, policy)

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any, TypeVar
 
 from elastic_ext.base import records
-from elastic_ext.base.records import Name, RecordError
 from elastic_ext.etcd import EtcdError
 
 logger = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 SCHEMA = 1
 BYE = b"bye\n"
 MAX_LINE = 2048  # bytes
-ENDS = (OSError, ValueError, EOFError, RecordError)  # how reading from a link can fail
+ENDS = (OSError, ValueError, EOFError, records.RecordError)  # how reading from a link can fail
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))  # seconds, seconds, probes
 
 
@@ -37,8 +36,8 @@ class Hello:
     """The first line of each side. job: the run id. node: the sender. to: the other node, as the sender knows it."""
 
     job: str
-    node: Name
-    to: Name
+    node: records.Name
+    to: records.Name
 
 
 def encode(hello: Hello) -> bytes:

@@ -18,7 +18,6 @@ from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, UNFINISHED, StoredFile, checksum
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, OWN, UNKNOWN, order_of, order_or_oldest, step_of
-from elastic_ext.checkpoints.formats.detect import COMMIT_FILES
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
 # In these formats an incomplete checkpoint is certainly the leftover of a save. A file may have an unknown format.
@@ -159,7 +158,7 @@ def plan_local_prune(
 
 def delete(storage: Storage, name: str) -> None:
     """Remove one of our own checkpoints, commit files first, so that an interrupted removal leaves none. Raises OSError."""
-    storage.remove_tree(name, first=COMMIT_FILES)
+    storage.remove_tree(name, first=detect.COMMIT_FILES)
 
 
 def delete_entry(storage: Storage, entry: Entry) -> None:
@@ -170,7 +169,7 @@ def delete_entry(storage: Storage, entry: Entry) -> None:
         mark = f"{part.name}{UNFINISHED}" if part.is_dir and order_of(part.name) is None else ""
         if mark:
             storage.put(mark, b"")
-        storage.remove_tree(part.name, first=COMMIT_FILES)
+        storage.remove_tree(part.name, first=detect.COMMIT_FILES)
         if mark:
             storage.remove(mark)
 

@@ -24,7 +24,6 @@ from elastic_ext.workers import limits, processes, reaper
 from elastic_ext.workers.standby import modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
-from elastic_ext.workers.standby.rules import Cold, ColdReason
 from elastic_ext.workers.standby.server import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ MAX_SERVERS = 8  # per job: after this many failures, another server would fail 
 TEMPORARY_ERRORS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC)
 RETRY_S = 5.0  # pause after a temporary shortage of descriptors, processes or memory; doubles each time
 RETRY_MAX_S = 300.0  # the longest pause
-NOT_READY = Cold(ColdReason.NOT_READY, "none was ready")
+NOT_READY = rules.Cold(rules.ColdReason.NOT_READY, "none was ready")
 AWAIT_S = 30.0  # for standbys that are on their way; imports that take longer may be stuck, and are not waited for again
 
 
@@ -168,7 +167,7 @@ class PoolThread:
         if self._server is not None:
             processes.resume(self._server.pid, "standby server")
             if (reason := rules.memory_shortage(limits.memory_left(), 0, server_runs=True)) is not None:
-                self._give_up(reason, ColdReason.MEMORY)  # the training needs it more
+                self._give_up(reason, rules.ColdReason.MEMORY)  # the training needs it more
         coming = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers
         self._arrival.answer(asked, coming and self._cold.off is None and self._cold.unfit is None)
         check_s = retry_s if self._server is None else MEMORY_CHECK_S
@@ -197,7 +196,7 @@ class PoolThread:
     def _start_server(self) -> None:
         reason = rules.memory_shortage(limits.memory_left(), self._modules.spec.workers, server_runs=False)
         if reason is not None:
-            self._give_up(reason, ColdReason.MEMORY)
+            self._give_up(reason, rules.ColdReason.MEMORY)
             return
         if self._servers >= MAX_SERVERS:
             self._give_up(f"{MAX_SERVERS} standby servers have failed")
@@ -222,14 +221,14 @@ class PoolThread:
             return
         outcome = self._modules.check(ready)
         if outcome.hopeless is not None:
-            self._give_up(outcome.hopeless, ColdReason.UNSAFE_IMPORT)
+            self._give_up(outcome.hopeless, rules.ColdReason.UNSAFE_IMPORT)
             return
         if outcome.unsafe:
             self._end_server()  # the next one leaves them out; the waiting standbys are as good as before
             return
         beside = rules.shadowing_file(modules.listed(self._modules.spec.folder), ready["names"])
         hides = f"{beside} beside the script would shadow a module that the standby server has imported"
-        self._cold.unfit = Cold(ColdReason.HIDDEN_MODULE, hides) if beside else None
+        self._cold.unfit = rules.Cold(rules.ColdReason.HIDDEN_MODULE, hides) if beside else None
         self._refill_at = 0.0
         self._waiting.end()
         if self._cold.unfit:
@@ -256,7 +255,7 @@ class PoolThread:
         missing = self._modules.spec.workers - len(self._waiting)
         reason = rules.memory_shortage(limits.memory_left(), missing, server_runs=True)
         if reason is not None:
-            self._give_up(reason, ColdReason.MEMORY)
+            self._give_up(reason, rules.ColdReason.MEMORY)
             return
         forked = self._server.park(missing)
         self._waiting.add(forked)
@@ -276,8 +275,8 @@ class PoolThread:
         self._end_all()
         self._cold.pause(getattr(error, "strerror", None) or str(error))
 
-    def _give_up(self, text: str, reason: ColdReason = ColdReason.SERVER_FAILED) -> None:
-        self._cold.give_up(Cold(reason, text))
+    def _give_up(self, text: str, reason: rules.ColdReason = rules.ColdReason.SERVER_FAILED) -> None:
+        self._cold.give_up(rules.Cold(reason, text))
         self._end_all()
 
     def _end_server(self) -> None:
@@ -361,9 +360,9 @@ class ColdStarts:
 
     def __init__(self, started: Callable[[str, str], None]) -> None:
         """Start without reasons. started: called for each worker start with "warm" or "cold", and the reason."""
-        self.off: Cold | None = None  # why there are no standbys until `retry` clears this; None: there may be some
-        self.unfit: Cold | None = None  # why the waiting standbys cannot be used
-        self.next_round: Cold | None = None  # why the next round starts cold
+        self.off: rules.Cold | None = None  # why there are no standbys until `retry` clears this; None: there may be some
+        self.unfit: rules.Cold | None = None  # why the waiting standbys cannot be used
+        self.next_round: rules.Cold | None = None  # why the next round starts cold
         self.started = started
         self._lock = threading.Lock()  # guards the attributes below
         self._logged: set[str] = set()
@@ -371,24 +370,24 @@ class ColdStarts:
         self._pause_s = RETRY_S
 
     @property
-    def reason(self) -> Cold | None:
+    def reason(self) -> rules.Cold | None:
         """Return why a start would be cold now even if standbys wait, or None."""
         return self.off or self.unfit or self.next_round
 
-    def count_cold(self, cold: Cold) -> None:
+    def count_cold(self, cold: rules.Cold) -> None:
         self.started("cold", cold.reason.value)
         self.log(cold)
 
-    def log(self, cold: Cold) -> None:
+    def log(self, cold: rules.Cold) -> None:
         """Log a reason, once."""
         with self._lock:
             logged = cold.text in self._logged
             self._logged.add(cold.text)
         if not logged:
-            level = logging.INFO if cold.reason is ColdReason.NOT_READY else logging.WARNING
+            level = logging.INFO if cold.reason is rules.ColdReason.NOT_READY else logging.WARNING
             logger.log(level, "workers are started without a warm standby: %s", cold.text)
 
-    def give_up(self, cold: Cold) -> None:
+    def give_up(self, cold: rules.Cold) -> None:
         """Do without standbys for good."""
         self.off = cold
         self.log(cold)
@@ -398,7 +397,7 @@ class ColdStarts:
     def pause(self, lacking: str) -> None:
         """Do without standbys for a while, at most until the next round has started."""
         with self._lock:
-            self.off = Cold(ColdReason.LACKING, f"a resource has run out: {lacking}")
+            self.off = rules.Cold(rules.ColdReason.LACKING, f"a resource has run out: {lacking}")
             self._retry_at = time.monotonic() + self._pause_s
             self._pause_s = min(2 * self._pause_s, RETRY_MAX_S)
         self.log(self.off)
@@ -490,25 +489,25 @@ class StandbyPool:
         """Wait for the first standbys; no workers run yet."""
         self._patient = self._thread.await_standbys(AWAIT_S)
 
-    def _why_cold(self, args: Sequence[str], env: Mapping[str, str], processors: frozenset[int] | None) -> Cold | None:
+    def _why_cold(self, args: Sequence[str], env: Mapping[str, str], processors: frozenset[int] | None) -> rules.Cold | None:
         command = [*self._spec.python, self._spec.bootstrap]
         if list(args[: len(command)]) != command:
-            return Cold(ColdReason.WRAPPED, f"another command wraps the worker's: {args[0]}")
+            return rules.Cold(rules.ColdReason.WRAPPED, f"another command wraps the worker's: {args[0]}")
         if (reason := self._cold.reason) is not None:
             return reason
         unbindable = rules.why_unbindable(processors, os.sched_getaffinity(0), env)
         if unbindable is not None:
-            return Cold(ColdReason.PROCESSORS, unbindable)
+            return rules.Cold(rules.ColdReason.PROCESSORS, unbindable)
         if not len(self._waiting):
             return NOT_READY
         if (changed := self._waiting.differs(env)) is not None:
             self._thread.wake()
-            return Cold(ColdReason.CHANGED, f"{changed} has changed since the standbys were started")
+            return rules.Cold(rules.ColdReason.CHANGED, f"{changed} has changed since the standbys were started")
         return None
 
     def skip_next_round(self, reason: str) -> None:
         """Make the next round start cold."""
-        self._cold.next_round = Cold(ColdReason.AFTER_A_FAILURE, reason)
+        self._cold.next_round = rules.Cold(rules.ColdReason.AFTER_A_FAILURE, reason)
 
     def round_started(self) -> list[int]:
         """Replace the standbys that a round's workers have taken, once all have started; return the pids of those taken."""

@@ -303,6 +303,10 @@ class Buffers:
         """Return the bytes of each buffer."""
         return [each.tensor for each in (self._kept, *self._spares) if each is not None]
 
+    def fit(self, size: int) -> bool:
+        """Return whether a part of this size can be written now."""
+        return self.spare_size >= size
+
     @property
     def spare(self) -> Buffer:
         """The next buffer. Only if one is free, see `spare_size`."""

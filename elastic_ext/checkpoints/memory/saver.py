@@ -328,7 +328,7 @@ class MemorySaver:
             nodes, node, rank = self._tier.nodes, self._tier.node, self._ranks.rank
             planned = part.plan(capture(self._objects, rank, accumulation), rank - sum(nodes[:node]), nodes[node])
             self._copying.open(planned.tensors.values())
-            if self._buffers.spare_size >= planned.size:
+            if self._buffers.fit(planned.size):
                 buffer = self._buffers.begin(name)
                 before_s = self._copying.device_stall_s() or 0.0  # known only now, so it counts with this copy
                 self._copying.start(step, *_pairs(self._objects, planned, buffer))

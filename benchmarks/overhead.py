@@ -1,38 +1,40 @@
 """What does our agent cost while nothing fails? The throughput of entrypoints/train_fsdp.py.
 
-    python benchmarks/overhead.py [--repeat 5] [--lines 20]
+    python benchmarks/overhead.py [--rounds 100] [--turn 1.0]
 
-Ours runs beside stock, and beside ours with `metrics=off`, at the same time: each job has half of the cores for itself, so what
-disturbs the machine disturbs both. Then they change places. A ratio is the geometric mean of the two; the result is the median of
---repeat ratios, with its standard error. One after the other, jobs differ by up to 10 % here.
+Our job and two of stock have the machine in turns: in each round every job runs for --turn seconds, ours for OURS times as long,
+and the others stand still (SIGSTOP). So all have the same cores, and what disturbs the machine for longer than a round disturbs
+all. Jobs one after the other, or beside each other, differ by up to 10 % here, which is far more than what is measured.
 
-Throughput is the median of the rates that the script prints, without the first part, in which the standbys import. Ours runs as
-installed (bootstrap, metrics, stderr relay, hang watch, standbys) with all that shows what a job does: events_file, metrics_file,
-metrics_discovery_dir, goodput, and metrics that are scraped at each printed rate. With `metrics=off` it has none of these files,
-and nothing scrapes.
+Throughput is the number of steps in all turns. Its ratio to both jobs of stock is taken from each BLOCK of rounds; the result
+is the mean, with its standard error. The two jobs of stock show what the measurement makes of equal jobs.
 
-CPU of a step: what all processes of a job use for one. It is disturbed less than the throughput, and shows what a job on busy
-cores pays. Agent's CPU: of the agent's own process, and of its helpers beside the workers (reaper, stderr relay, standbys).
-Memory of a standby: its proportional set size, which counts the pages that standbys and their server share once.
+Ours runs as installed (bootstrap, metrics, stderr relay, hang watch, stragglers, standbys) with all that shows what a job does:
+events_file, metrics_file, metrics_discovery_dir, goodput, and metrics that are scraped in every SCRAPED-th round. What it does by
+the clock it does half as often again as usual, since the clock goes on while it stands still: the result is rather too bad.
+
+CPU of a step: what all processes of a job use for one. Agent's CPU: of the agent's own process; beside it: of its helpers
+(reaper, stderr relay, standbys); shares of a core, by the clock. Memory of a standby: its proportional set size, which
+counts the pages that standbys and their server share once.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
-import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jobs
 import measure
@@ -41,34 +43,17 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.etcd_server import free_port
 
 SCRIPT = Path(__file__).parent.parent / "entrypoints" / "train_fsdp.py"
-LEAST_RATIO = 0.99  # of our throughput to stock's
-LEAST_RATIO_OFF = 0.995  # of our throughput to that with metrics=off
-SIDES = ("ours", "off", "stock")
-OTHERS = ("stock", "off")
-COMPARED = {"tokens_s": ("tokens/s", 0), "step_cpu_ms": ("CPU of a step (ms)", 2)}  # fields of Run: title and digits
-MEDIAN_ERROR = 1.25  # standard error of a median, in those of a mean of as many: sqrt(pi / 2), for a normal distribution
+LEAST_RATIO = 0.995  # of our throughput to stock's
+SIDES: Mapping[str, str] = {"ours": "warm", "stock": "stock", "again": "stock"}  # names of jobs.AGENTS
+TITLES = {"ours": "ours", "stock": "stock", "again": "stock, once more"}
+OURS = 4  # turns in a row: what our agent does by the clock, it does once more while each of the others has one
 MAX_CPU = 0.01  # of a core, of the agent's own process
-WARM_UP = 0.3  # of the printed rates
-EVERY = 10  # steps between two of them
+BLOCK = 10  # rounds
+SCRAPED = 3
+WARM_UP_S = 15.0  # of each job alone: its standbys import
 WORKERS = 2
-TIMEOUT_S = 300.0
+TIMEOUT_S = 60.0  # of a job's first step
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-
-
-@dataclass(frozen=True)
-class Run:
-    """
-    tokens_s: the median rate.
-    step_cpu_ms: CPU milliseconds of all processes for a step.
-    agent_cpu, beside_cpu: shares of a core.
-    standby_mb: memory of a standby; None: none.
-    """
-
-    tokens_s: float
-    step_cpu_ms: float
-    agent_cpu: float
-    beside_cpu: float
-    standby_mb: float | None
 
 
 def cpu_s(pid: int) -> float:
@@ -82,12 +67,11 @@ def cpu_s(pid: int) -> float:
 
 @dataclass(frozen=True)
 class Look:
-    """CPU seconds that a job has used at a moment (monotonic): its agent, helpers, and workers with what those started."""
+    """CPU seconds that a job has used so far: its agent, helpers, and workers with what those started."""
 
     agent: float
     beside: float
     workers: float
-    at: float
 
 
 def look(agent: int) -> Look:
@@ -98,7 +82,7 @@ def look(agent: int) -> Look:
         except OSError:
             continue
         workers, beside = (workers + cpu_s(pid), beside) if is_worker else (workers, beside + cpu_s(pid))
-    return Look(cpu_s(agent), beside, workers, time.monotonic())
+    return Look(cpu_s(agent), beside, workers)
 
 
 def scrape(port: int) -> dict[str, float]:
@@ -107,158 +91,232 @@ def scrape(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
 
 
-def standby_mb(port: int) -> float | None:
-    seen = scrape(port)
-    count = seen.get("elastic_ext_standbys", 0.0)
-    return seen["elastic_ext_standby_memory_bytes"] / count / 2**20 if count else None
-
-
 def settings(side: str, directory: str, port: int) -> dict[str, str]:
     """Return what a side sets of our agent, in variables."""
-    if side == "off":
-        return {"ELASTIC_EXT_METRICS": "off"}
+    if side != "ours":
+        return {}
     files = {"EVENTS_FILE": "events", "METRICS_FILE": "job.prom", "METRICS_DISCOVERY_DIR": "sd"}
     paths = {f"ELASTIC_EXT_{name}": str(Path(directory, file)) for name, file in files.items()}
     return {"ELASTIC_EXT_METRICS_PORT": str(port), **paths}
 
 
-def one_run(side: str, lines: int, place: Sequence[str]) -> Run:
-    """side: one of SIDES. place: one of `halves`. Raises RuntimeError if the job fails."""
-    agent = "stock" if side == "stock" else "warm"
-    port, first = free_port(), max(1, round(WARM_UP * lines))
-    with tempfile.TemporaryDirectory() as directory:
+class Job:
+    """A job that runs only in its turns."""
+
+    def __init__(self, side: str, process: subprocess.Popen[str], errors: IO[str], port: int):
+        self.side = side
+        self.port = port
+        self.steps = 0
+        self._process = process
+        self._errors = errors
+        self._began = threading.Event()
+        threading.Thread(target=self._count, daemon=True).start()
+
+    def _count(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if "tokens/s" in line:
+                self.steps += 1
+                self._began.set()
+
+    def begin(self, seconds: float) -> None:
+        """Run alone until the first step, and for some seconds more. Raises RuntimeError: there is no step."""
+        if not self._began.wait(TIMEOUT_S):
+            self._errors.seek(0)
+            raise RuntimeError(f"{self.side}: no step within {TIMEOUT_S:.0f} s\n{self._errors.read()[-jobs.TAIL :]}")
+        self._ended_within(seconds)
+        self._signal(signal.SIGSTOP)
+
+    def turn(self, seconds: float, scraped: bool) -> tuple[int, float]:
+        """Run for some seconds. Returns the number of steps, and the seconds that it took. Raises RuntimeError: it has ended."""
+        before, began = self.steps, time.monotonic()
+        self._signal(signal.SIGCONT)
+        if scraped:
+            scrape(self.port)
+        self._ended_within(began + seconds - time.monotonic())
+        self._signal(signal.SIGSTOP)
+        return self.steps - before, time.monotonic() - began
+
+    def look(self) -> Look:
+        return look(self._process.pid)
+
+    def standby_mb(self) -> float | None:
+        """Memory of a standby; None: there are none. The job must be running."""
+        seen = scrape(self.port)
+        count = seen.get("elastic_ext_standbys", 0.0)
+        return seen["elastic_ext_standby_memory_bytes"] / count / 2**20 if count else None
+
+    def resumed(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _ended_within(self, seconds: float) -> None:
+        try:
+            code = self._process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            return
+        self._errors.seek(0)
+        raise RuntimeError(f"{self.side}: exit code {code}, expected it to run\n{self._errors.read()[-jobs.TAIL :]}")
+
+    def _signal(self, sig: signal.Signals) -> None:
+        """The agent is stopped first and resumed last: it never sees its workers stand still."""
+        pids = [self._process.pid, *jobs.descendants(self._process.pid)]
+        for pid in pids if sig == signal.SIGSTOP else reversed(pids):
+            try:
+                os.kill(pid, sig)
+            except ProcessLookupError:  # one of those that an agent starts for a moment
+                continue
+
+
+@contextmanager
+def running(side: str) -> Iterator[Job]:
+    """A job of a side, killed at the end."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as directory, open(Path(directory, "errors"), "w+") as errors:
         command = [
-            *place,
-            *(sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[agent], f"--nproc-per-node={WORKERS}", str(SCRIPT)),
-            *("--checkpoint-dir", str(Path(directory, "checkpoints")), f"--log-every={EVERY}", "--save-every=1000000"),
-            *("--epochs=1000", f"--max-steps={EVERY * lines}"),
+            *(
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                *jobs.AGENTS[SIDES[side]],
+                f"--nproc-per-node={WORKERS}",
+                str(SCRIPT),
+            ),
+            *("--checkpoint-dir", str(Path(directory, "checkpoints")), "--log-every=1", "--save-every=100000000"),
+            *("--epochs=1000000", "--max-steps=100000000"),
         ]
         env = jobs.environment(**settings(side, directory, port))
-        rates, looks, memory = [], [], None
-        with (
-            open(Path(directory, "errors"), "w+") as errors,
-            subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=errors, text=True) as job,
-        ):
-            assert job.stdout is not None
-            for line in job.stdout:
-                if (found := re.search(r"tokens/s (\d+)", line)) is None:
-                    continue
-                rates.append(float(found[1]))
-                if len(rates) in (first, lines - 1):
-                    looks.append(look(job.pid))
-                if side == "ours" and first < len(rates) < lines:
-                    memory = standby_mb(port) or memory
-            job.wait()
-            errors.seek(0)
-            if job.returncode != 0 or len(rates) < lines:
-                failure = f"exit code {job.returncode} after {len(rates)} printed rates, expected 0 and {lines}"
-                raise RuntimeError(f"{side}: {failure}\n{errors.read()[-jobs.TAIL :]}")
-    began, ended = looks
-    agent, beside, workers = ended.agent - began.agent, ended.beside - began.beside, ended.workers - began.workers
-    step_ms, took_s = 1000 * (agent + beside + workers) / (EVERY * (lines - 1 - first)), ended.at - began.at
-    return Run(measure.median(rates[first:]) or 0.0, step_ms, agent / took_s, beside / took_s, memory)
+        process = subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            yield Job(side, process, errors, port)
+        finally:
+            jobs.kill_whole(process.pid)
+            process.wait()
 
 
-def side(runs: list[Run]) -> dict[str, Any]:
-    memory = [run.standby_mb for run in runs if run.standby_mb is not None]
-    return {
-        "tokens_s": measure.rounded(measure.median([run.tokens_s for run in runs]), 0),
-        "all_tokens_s": [round(run.tokens_s) for run in runs],
-        "step_cpu_ms": measure.rounded(measure.median([run.step_cpu_ms for run in runs]), 2),
-        "agent_cpu": measure.rounded(measure.median([run.agent_cpu for run in runs]), 4),
-        "beside_cpu": measure.rounded(measure.median([run.beside_cpu for run in runs]), 4),
-        "standby_mb": measure.rounded(measure.median(memory), 1),
-    }
+@dataclass(frozen=True)
+class Turns:
+    """What the jobs did in a block of rounds: steps and seconds of each side."""
+
+    steps: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+    def rate(self, side: str) -> float:
+        return self.steps[side] / self.seconds[side]
 
 
-def halves(swapped: bool) -> list[list[str]]:
-    """Return how a command begins that has half of the cores, for each half. Raises RuntimeError: there is one core only."""
-    cores = sorted(os.sched_getaffinity(0))
-    half = len(cores) // 2
-    if not half:
-        raise RuntimeError("this needs two cores: each job has half of them")
-    places = (cores[half:], cores[:half]) if swapped else (cores[:half], cores[half:])
-    return [["taskset", "--cpu-list", ",".join(map(str, each))] for each in places]
+def block(running: Sequence[Job], rounds: int, turn_s: float) -> Turns:
+    """Let each job run in turns. In each round another one begins."""
+    steps, seconds = dict.fromkeys(SIDES, 0), dict.fromkeys(SIDES, 0.0)
+    for number in range(rounds):
+        first = number % len(running)
+        for job in [*running[first:], *running[:first]]:
+            is_ours = job.side == "ours"
+            done, took_s = job.turn(OURS * turn_s if is_ours else turn_s, scraped=is_ours and number % SCRAPED == 0)
+            steps[job.side] += done
+            seconds[job.side] += took_s
+    return Turns(steps, seconds)
 
 
-def side_by_side(sides: Sequence[str], lines: int, swapped: bool) -> list[Run]:
-    """Run two sides at the same time, each on half of the cores. swapped: on the other half. Raises RuntimeError as `one_run`."""
-    with ThreadPoolExecutor(len(sides)) as threads:
-        return list(threads.map(one_run, sides, [lines] * len(sides), halves(swapped)))
+def mean_of(ratios: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean of ratios, and its standard error; None: one alone does not show it."""
+    error = statistics.stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None
+    return statistics.fmean(ratios), error
 
 
-def ratio_of(ratios: Sequence[float]) -> tuple[float, float | None]:
-    """Return the median of the ratios, and its standard error; None if one pair alone cannot show it.
+@dataclass(frozen=True)
+class Use:
+    """What a side used while it was measured.
 
-    ratios: in turns, places swapped each time.
+    steps_s: steps in a second of its turns. step_cpu_ms: CPU milliseconds of all processes for a step. agent_cpu, beside_cpu:
+    shares of a core, by the clock. standby_mb: memory of a standby; None: there are none.
     """
-    logs = list(map(math.log, ratios))
-    both = [math.exp((one + swapped) / 2) for one, swapped in zip(logs[::2], logs[1::2], strict=True)]
-    error = MEDIAN_ERROR * statistics.stdev(both) / math.sqrt(len(both)) if len(both) > 1 else None
-    return statistics.median(both), error
+
+    steps_s: float
+    step_cpu_ms: float
+    agent_cpu: float
+    beside_cpu: float
+    standby_mb: float | None
 
 
-def rows_of(
-    title: str, digits: int, of: str, sides: Mapping[str, Mapping[str, Any]], ratios: Mapping[str, tuple[float, float | None]]
-) -> list[list[str]]:
-    """Return the rows of one of COMPARED: each side's figure, our ratio to it, and the error of that."""
-    others = [ratios[each] for each in SIDES[1:]]
-    return [
-        [title, *(measure.shown(sides[each][of], digits) for each in SIDES)],
-        [f"ours / this, {title}", "1", *(measure.shown(ratio, 4) for ratio, _ in others)],
-        [f"standard error of that, {title}", "-", *(measure.shown(error, 4) for _, error in others)],
-    ]
+def use(job: Job, began: Look, steps: int, turns_s: float, took_s: float) -> Use:
+    """began, steps: when the measurement began. turns_s: of this job's turns. took_s: by the clock."""
+    ended, done = job.look(), job.steps - steps
+    parts = [getattr(ended, of) - getattr(began, of) for of in ("agent", "beside", "workers")]
+    job.resumed()
+    memory = job.standby_mb() if job.side == "ours" else None
+    return Use(done / turns_s, 1000 * sum(parts) / done, parts[0] / took_s, parts[1] / took_s, memory)
+
+
+def measured(rounds: int, turn_s: float) -> tuple[list[Turns], dict[str, Use]]:
+    """Return the blocks, and what each side used. Raises RuntimeError: a job has ended, or does not begin."""
+    jobs.adopt_orphans()
+    with ExitStack() as stack:
+        started = []
+        for each in SIDES:
+            started.append(stack.enter_context(running(each)))
+            started[-1].begin(WARM_UP_S)
+        block(started, 1, turn_s)
+        before, began = [(job.look(), job.steps) for job in started], time.monotonic()
+        blocks = []
+        for _ in range(max(1, rounds // BLOCK)):
+            blocks.append(block(started, min(BLOCK, rounds), turn_s))
+            print(*(f"{side}: {blocks[-1].rate(side):.2f} steps/s" for side in SIDES), sep=", ", file=sys.stderr, flush=True)
+        took_s = time.monotonic() - began
+        turns_s = [sum(each.seconds[job.side] for each in blocks) for job in started]
+        found = [use(job, *then, its_s, took_s) for job, then, its_s in zip(started, before, turns_s, strict=True)]
+    return blocks, dict(zip(SIDES, found, strict=True))
+
+
+def ratios_to(other: str, blocks: Sequence[Turns], of: str = "ours") -> list[float]:
+    return [each.rate(of) / each.rate(other) for each in blocks]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5, help="number of pairs of each kind, in both places")
-    parser.add_argument("--lines", type=int, default=20, help="number of tokens/s lines that the script prints in a run")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--turn", type=float, default=1.0, help="seconds of a turn; ours has OURS of them in a row")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine = measure.machine()
-    pairs: dict[str, list[tuple[Run, Run]]] = {each: [] for each in OTHERS}
-    jobs.adopt_orphans()
-    for number in range(2 * args.repeat):
-        for other, found in pairs.items():
-            ours, beside = side_by_side(("ours", other), args.lines, swapped=number % 2 == 1)
-            found.append((ours, beside))
-            print(f"ours / {other}: {ours.tokens_s / beside.tokens_s:.4f}", ours, beside, file=sys.stderr, flush=True)
-    ratios = {
-        of: {other: ratio_of([getattr(ours, of) / getattr(each, of) for ours, each in found]) for other, found in pairs.items()}
-        for of in COMPARED
-    }
-    (ratio, error), (ratio_off, error_off) = (ratios["tokens_s"][other] for other in OTHERS)
-    runs = {other: [pair[1] for pair in found] for other, found in pairs.items()}
-    runs["ours"] = [pair[0] for found in pairs.values() for pair in found]
-    sides = {each: side(runs[each]) for each in SIDES}
+    blocks, used = measured(args.rounds, args.turn)
+    both = [(one + other) / 2 for one, other in zip(ratios_to("stock", blocks), ratios_to("again", blocks), strict=True)]
+    ratio, error = mean_of(both)
+    noise, noise_error = mean_of(ratios_to("again", blocks, of="stock"))
     record = {
         "benchmark": "overhead",
-        "sides": sides,
+        "sides": {side: {name: measure.rounded(value, 5) for name, value in asdict(used[side]).items()} for side in SIDES},
         "ratio": measure.rounded(ratio, 4),
         "error": measure.rounded(error, 4),
-        "ratio_off": measure.rounded(ratio_off, 4),
-        "error_off": measure.rounded(error_off, 4),
-        "cpu_ratios": {other: [measure.rounded(each, 4) for each in found] for other, found in ratios["step_cpu_ms"].items()},
-        "kept": ratio >= LEAST_RATIO and ratio_off >= LEAST_RATIO_OFF and sides["ours"]["agent_cpu"] <= MAX_CPU,
+        "noise": measure.rounded(noise, 4),
+        "noise_error": measure.rounded(noise_error, 4),
+        "blocks": [{side: measure.rounded(each.rate(side), 3) for side in SIDES} for each in blocks],
+        "kept": ratio >= LEAST_RATIO and used["ours"].agent_cpu <= MAX_CPU,
         "machine": machine,
     }
+
+    def row(title: str, of: str, digits: int, times: float = 1.0) -> list[str]:
+        values = [getattr(used[side], of) for side in SIDES]
+        return [title, *(measure.shown(None if value is None else times * value, digits) for value in values)]
+
     shown = [
-        *(row for of, (title, digits) in COMPARED.items() for row in rows_of(title, digits, of, sides, ratios[of])),
-        *(
-            [title, *(measure.shown(100 * sides[each][key], 2) for each in SIDES)]
-            for title, key in (("agent's CPU (% of a core)", "agent_cpu"), ("beside it (% of a core)", "beside_cpu"))
-        ),
-        ["memory of a standby (MB)", measure.shown(sides["ours"]["standby_mb"], 0), "-", "-"],
+        row("steps/s", "steps_s", 2),
+        ["ours / stock", measure.shown(ratio, 4), "-", "-"],
+        ["standard error of that", measure.shown(error, 4), "-", "-"],
+        ["stock / stock, once more", "-", measure.shown(noise, 4), "-"],
+        ["standard error of that", "-", measure.shown(noise_error, 4), "-"],
+        row("CPU of a step (ms)", "step_cpu_ms", 2),
+        row("agent's CPU (% of a core)", "agent_cpu", 2, 100),
+        row("beside it (% of a core)", "beside_cpu", 2, 100),
+        row("memory of a standby (MB)", "standby_mb", 0),
     ]
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
-        axes.boxplot([[run.tokens_s for run in runs[each]] for each in runs], tick_labels=list(runs))
-        axes.set(ylabel="tokens/s", ylim=(0, None), title="Throughput of train_fsdp.py")
+        axes.boxplot([[each.rate(side) for each in blocks] for side in SIDES], tick_labels=[TITLES[side] for side in SIDES])
+        axes.set(ylabel=f"steps/s, in {BLOCK} rounds", ylim=(0, None), title="Throughput of train_fsdp.py")
         axes.spines[["top", "right"]].set_visible(False)
 
-    measure.publish(args.results, record, measure.table(["", "ours", "metrics=off", "stock"], shown), draw)
+    measure.publish(args.results, record, measure.table(["", *(TITLES[side] for side in SIDES)], shown), draw)
     return 0 if record["kept"] else 1
 
 

@@ -236,20 +236,22 @@ def test_scrape_load():
 def test_overhead(tmp_path):
     import overhead
 
-    runs = "overhead.side_by_side(('ours', 'stock'), 4, swapped=True)"
-    command = f"import sys; sys.path.insert(0, sys.argv[1]); import overhead; print({runs})"
+    runs = "overhead.WARM_UP_S = 1.0; print(overhead.measured(2, 2.0))"
+    command = f"import sys; sys.path.insert(0, sys.argv[1]); import overhead; {runs}"
     done = subprocess.run(
         [sys.executable, "-c", command, str(BENCHMARKS)], capture_output=True, text=True, timeout=TIMEOUT_S, check=True
     )
-    ours, stock = eval(done.stdout.splitlines()[-1], {"Run": overhead.Run})
-    assert min(ours.tokens_s, stock.tokens_s, ours.step_cpu_ms, stock.step_cpu_ms) > 0
-    assert 0 <= ours.agent_cpu < 2
-    assert stock.standby_mb is None
+    [block], used = eval(done.stdout.splitlines()[-1], {"Turns": overhead.Turns, "Use": overhead.Use})
+    assert block.seconds["ours"] >= 2 * 2.0 * overhead.OURS
+    assert all(used[side].steps_s > 0 and used[side].step_cpu_ms > 0 for side in overhead.SIDES)
+    assert 0 <= used["ours"].agent_cpu < 2
+    assert used["stock"].standby_mb is None
 
 
-def test_a_job_that_has_the_faster_cores_does_not_count_as_faster():
+def test_a_slower_time_of_the_machine_is_that_of_all_jobs():
     import overhead
 
-    fast, slow = (110.0, 100.0)
-    assert overhead.ratio_of([fast / slow, slow / fast] * 2) == pytest.approx((1.0, 0.0))
-    assert overhead.ratio_of([fast / slow] * 2) == (pytest.approx(1.1), None)
+    seconds = {"ours": 4.0, "stock": 1.0}
+    blocks = [overhead.Turns({"ours": 396 * pace, "stock": 100 * pace}, seconds) for pace in (1, 2, 1)]
+    assert overhead.mean_of(overhead.ratios_to("stock", blocks)) == pytest.approx((0.99, 0.0))
+    assert overhead.mean_of([0.99])[1] is None

@@ -1,5 +1,6 @@
 """Collectives that do not complete, by torch's flight recorder. The counts are those of NCCL 2.28 and gloo in real deadlocks."""
 
+import gc
 import json
 import threading
 from dataclasses import replace
@@ -260,10 +261,22 @@ def test_only_the_newest_collectives_of_a_dump_are_parsed(most):
     assert [each["collective_seq_id"] for each in found] == list(range(300 - most, 300))
 
 
+def test_a_sample_sets_off_no_garbage_collection():
+    """In a script that holds much, one would stop all its threads for longer than the sample itself takes."""
+    dump, collections = dump_of(range(2000), input_sizes=[[1, 2], [3]], output_sizes=[[1]]), []
+    gc.collect()
+    gc.callbacks.append(lambda phase, info: collections.append(phase))
+    try:
+        last = [each["collective_seq_id"] for each in recorder.newest(dump, 1000)][-1]
+    finally:
+        gc.callbacks.pop()
+    assert (last, collections) == (1999, [])
+
+
 def test_a_dump_that_is_written_another_way_is_parsed_as_a_whole():
     text = json.dumps(json.loads(dump_of(range(30))), indent=1)
     assert [each["collective_seq_id"] for each in recorder.newest(text, 2)] == [28, 29]
-    assert recorder.newest(b'{"version": "2.10"}', 5) == []
+    assert list(recorder.newest(b'{"version": "2.10"}', 5)) == []
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from functools import partial
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from typing import Any
 
     Entry = dict[str, Any]  # a collective, as torch writes it
@@ -165,8 +165,11 @@ def issued(with_nccl: bool) -> dict[str, dict[int, int]]:
     return found
 
 
-def newest(dump: "bytes | str", most: int) -> "list[Entry]":
-    """Return the last collectives of a dump, in order. Only these are parsed: all 2000 would take 20 ms."""
+def newest(dump: "bytes | str", most: int) -> "Iterator[Entry]":
+    """Yield the last collectives of a dump, in order. Only these are parsed: all 2000 would take 20 ms.
+
+    One at a time: thousands of new objects at once would have the garbage collector look through all that the script holds.
+    """
     data = dump.encode() if isinstance(dump, str) else dump
     begin = len(data)
     for _ in range(most):
@@ -174,14 +177,12 @@ def newest(dump: "bytes | str", most: int) -> "list[Entry]":
             break
         begin = at
     if begin == len(data):  # there is none, or a future torch writes them another way
-        return json.loads(data).get("entries", [])[-most:]  # type: ignore[no-any-return]
-    text, at, found, decode = data[begin:].decode(), 0, [], json.JSONDecoder().raw_decode
-    while True:
-        entry, at = decode(text, at)
-        found.append(entry)
-        if text[at] != ",":
-            return found
-        at += 1
+        yield from json.loads(data).get("entries", [])[-most:]
+        return
+    text, at, decode = data[begin:].decode(), -1, json.JSONDecoder().raw_decode
+    while at < 0 or text[at] == ",":
+        entry, at = decode(text, at + 1)
+        yield entry
 
 
 def window_of(size: int) -> int:

@@ -248,8 +248,8 @@ def kept(record: dict[str, Any]) -> bool:
 
 
 def shown(record: dict[str, Any]) -> str:
-    cells = []
-    for row in record["rows"]:
+    cells, rows = [], record["rows"]
+    for row in rows:
         seconds = [measure.shown(each, 0) for each in (row["median_s"], max(row["all_s"], default=None))]
         cells.append([ROWS[row["row"]].title, f"{row['right']} of {row['tries']}", *seconds, measure.shown(row["share"])])
     parts = [measure.table(["late", "named right", "seconds", "at most", "share of a step"], cells)] if cells else []
@@ -263,6 +263,8 @@ def shown(record: dict[str, Any]) -> str:
             f"{cost['share']:.2%}, standard error {cost['error']:.2%} (the aim is {AIM_OVERHEAD:.1%}). That is the mean of "
             f"{cost['samples']}; two nodes of one rank, steps of {1e3 * cost['step_s']:.0f} ms."
         )
+    if not rows and calm is None:
+        return "\n\n".join(parts)
     clocks = f"clocks {AHEAD_S} s apart" if record["clocks_apart"] else "one clock"
     parts.append(f"Two nodes of two ranks on one machine, {clocks}, steps of {record['step_s'] * 1e3:g} ms.")
     return "\n\n".join(parts)

@@ -58,7 +58,7 @@ class OwnPlace:
 
 
 class StoreSilent(Exception):
-    """A key did not come in time, or the round is over."""
+    """A key was not there in time, or the round is over."""
 
 
 def this_clock() -> str:
@@ -264,8 +264,8 @@ class LatenessWatch(Companion):
         """
         while not store.check([key]):
             is_newer = bool(seen) and all(now > then for now, then in zip(self._seen, seen, strict=True))
-            if is_newer or time.monotonic() >= by:  # before the wait: of many nodes without a sample only the first is waited for
-                raise TimeoutError(f"{key} did not come in time")
+            if is_newer or time.monotonic() >= by:  # before the wait: where many nodes have no sample, only the first costs time
+                raise TimeoutError(f"{key} was not in the store in time")
             if self._over.wait(LOOK_S):
                 raise StoreSilent
 

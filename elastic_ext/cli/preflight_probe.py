@@ -306,9 +306,9 @@ def _device_figures(node: str, name: str, share: float, shared: bool = False) ->
     return figures
 
 
-# Another process uses the device: no fault of it. torch.OutOfMemoryError says the first; also CUDA, where the context of a
-# process finds no room, which is another error to torch; cuBLAS the second; the third is for the processor's memory; CUDA the
-# last, of a device that is for one process only.
+# Another process uses the device, which is therefore not at fault. The first is torch.OutOfMemoryError's text, and CUDA's where
+# there is no room for a process's context (another error class of torch); the second is cuBLAS's; the third concerns the
+# processor's memory; the last is CUDA's for a device that allows one process only.
 _TAKEN = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "busy or unavailable")
 # A full disk is no fault of the node: saves go to checkpoint_dir then. A directory that is missing, or that may not be written
 # to, is so on all nodes. EROFS is not here: the kernel mounts a disk that fails read-only.

@@ -64,7 +64,7 @@ def decide_end(seen: Situation, now: float) -> Lifetime:
         return Lifetime(False, "an agent of this host is in")
     if not seen.had_agents:
         first_by = seen.started + FIRST_AGENT_S
-        return Lifetime(now >= first_by, "no agent has come in", first_by)
+        return Lifetime(now >= first_by, "no agent has attached", first_by)
     if not seen.is_member:
         return Lifetime(True, "the last agent of this host has left")
     if not seen.elsewhere:

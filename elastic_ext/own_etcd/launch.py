@@ -152,7 +152,7 @@ _begun: dict[tuple[str, str], Attachment] = {}  # by endpoint and run id; see `b
 
 
 def begin(endpoint: str, run_id: str, local_addr: str | None, settings: Settings, environ: Mapping[str, str]) -> Attachment:
-    """Come in to the keeper of this host, unless that was done early. Args and errors: see `attach`."""
+    """Attach to the keeper of this host, unless that was done early. Args and errors: see `attach`."""
     found = _begun.pop((endpoint, run_id), None)
     while _begun:  # what was begun early was a misunderstanding
         _begun.popitem()[1].close()

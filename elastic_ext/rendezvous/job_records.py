@@ -194,7 +194,7 @@ class JobRecords:
         """Be the first to write the settings, over what was written at this revision (0: nothing).
 
         Return the lease of the records that belong to no node; None if another node was faster. lease_id: that lease, or 0 if
-        there is none yet.
+        no lease exists yet.
         """
         lease_id = lease_id or self._client.lease_grant(self._ttl_s).lease_id
         try:

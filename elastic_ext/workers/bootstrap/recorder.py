@@ -176,7 +176,7 @@ def newest(dump: "bytes | str", most: int) -> "Iterator[Entry]":
         if (at := data.rfind(_ENTRY, 0, begin)) < 0:
             break
         begin = at
-    if begin == len(data):  # there is none, or a future torch writes them another way
+    if begin == len(data):  # the dump has no collectives, or a future torch writes them another way
         yield from json.loads(data).get("entries", [])[-most:]
         return
     text, at, decode = data[begin:].decode(), -1, json.JSONDecoder().raw_decode

@@ -1,6 +1,6 @@
 """What does our agent cost while nothing fails? The throughput of entrypoints/train_fsdp.py.
 
-    python benchmarks/overhead.py [--rounds 100] [--turn 1.0]
+    python benchmarks/overhead.py [--rounds 380] [--turn 0.5]
 
 Our job and two of stock have the machine in turns: in each round every job runs for --turn seconds, ours for OURS times as long,
 and the others stand still (SIGSTOP). So all have the same cores, and what disturbs the machine for longer than a round disturbs
@@ -273,8 +273,8 @@ def ratios_to(other: str, blocks: Sequence[Turns], of: str = "ours") -> list[flo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--turn", type=float, default=1.0, help="seconds of a turn; ours has OURS of them in a row")
+    parser.add_argument("--rounds", type=int, default=380)
+    parser.add_argument("--turn", type=float, default=0.5, help="seconds of a turn; ours has OURS of them in a row")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine = measure.machine()

@@ -342,6 +342,31 @@ def test_a_traceback_that_was_survived_is_not_the_exception():
     assert classify(killed("SIGSEGV", stderr_tail=TRACEBACK)).rule == "crash"
 
 
+IGNORED = "Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f>\n" + TRACEBACK
+WATCHDOG = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL communicator was aborted\n"
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+@pytest.mark.parametrize(
+    ("tail", "more", "rule"),
+    [
+        (f"step 1\n{IGNORED}step 2\n{WATCHDOG}", {"signal": "SIGABRT"}, "peer-gone"),
+        (f"step 1\n{IGNORED}", {"exit_code": 1}, "no-evidence"),
+        (f"step 1\n{IGNORED}", {"exit_code": 75}, "try-again"),
+        (IGNORED, {"exit_code": 1}, "no-evidence"),
+        (f"{TRACEBACK}{IGNORED.replace('NameError', 'KeyError')}", {"exit_code": 1}, "code-always"),
+        (f"{IGNORED.replace('NameError', 'KeyError')}{TRACEBACK}", {"exit_code": 1}, "code-always"),
+        (f"Exception in thread Thread-5 (_monitor):\n{TRACEBACK}step 2\n{WATCHDOG}", {"signal": "SIGABRT"}, "peer-gone"),
+        (f"ERROR: not logged\n{TRACEBACK}step 2\n{WATCHDOG}", {"exit_code": 134}, "peer-gone"),
+        (f"{WATCHDOG}{TRACEBACK}", {"signal": "SIGABRT"}, "code-always"),
+    ],
+)
+def test_a_traceback_after_which_the_script_went_on_stops_no_job(prefix, tail, more, rule):
+    """A destructor's or a thread's, hours before a watchdog ends the process because of a lost peer."""
+    lines = "".join(f"{prefix}{line}\n" for line in tail.splitlines())
+    assert classify(Evidence(0, stderr_tail=lines, **more)).rule == rule
+
+
 def test_the_error_file_wins_over_stderr_and_a_known_exception_over_other_text():
     assert classify(raised("KeyError", stderr_tail=TRACEBACK)).rule == "arguments"
     assert classify(raised("KeyError", stderr_tail="gloo: Connection reset by peer")).rule == "arguments"

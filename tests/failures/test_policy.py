@@ -125,6 +125,8 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (PEERS_LATER, (SAME_HERE,), (3, 2), "restart", "network", "peer-gone", None),
         (PEERS_LATER, (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 75),
         (PEERS, (SAME_HERE,) * 2, (2, 2), "stop", "network", "ceiling", 75),
+        (PEERS, (SAME_HERE,) * 2, (1, 1), "stop", "network", "ceiling", 1),  # all peers are on this host
+        (PEERS_LATER, (SAME_HERE,) * 2, (1, 1), "stop", "network", "ceiling", 1),
         (PEERS, (SAME_HERE, SAME_THERE), (3, 2), "stop", "network", "ceiling", 75),
         (STALE, (SAME_HERE,), (3, 2), "restart", "storage", "file-system-ill", None),
         (STALE, (replace(SAME_HERE, moved=True),) * 2, (3, 2), "replace_node", "storage", "same-node", 69),

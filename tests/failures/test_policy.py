@@ -93,6 +93,7 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (NETWORK, (Precedent(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
         (of(signal="SIGBUS"), (SAME_HERE,) * 2, (2, 2), "stop", "hardware", "ceiling", 69),
         (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 1),  # it follows the rank
+        (of(signal="SIGBUS", node=None), (Precedent(True, False, None),) * 2, (3, 2), "stop", "hardware", "ceiling", 1),  # where?
         (of("ConnectionError", first_step_done=False), (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 1),
         (
             of("ConnectionError", first_step_done=False),

@@ -307,9 +307,15 @@ def _is_import_error(view: EvidenceView) -> bool:
     return "ImportError" in view.exception_names
 
 
+_NEVER_FITS: tuple[Text, ...] = (
+    "undefined symbol", ("version", "not found"), "link time reference", "wrong elf class", "elf file os abi invalid",
+    "in static tls block", "enable executable stack",
+)  # fmt: skip
+
+
 def _shared_object(view: EvidenceView) -> bool:
     """Return whether a shared object was unreadable. With an undefined symbol it was read, but its version never fits."""
-    wrong_version = "undefined symbol" in view.text or contains(view.text, (("version", "not found"),))
+    wrong_version = contains(view.text, _NEVER_FITS)
     # The loader names the file before a colon; a module (mypkg.solvers) may hold ".so", too.
     names = (word.rstrip(":").rstrip(".0123456789") for word in view.text.ascii.split() if word.endswith(":"))
     return _is_import_error(view) and any(name.endswith(".so") for name in names) and not wrong_version

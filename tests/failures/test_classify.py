@@ -115,6 +115,11 @@ ROWS = [
     ("code-always", "code", "stop", *(raised(name, "m", first_step_done=done) for name in ALWAYS.split() for done in (True,
      False)),
      raised("SyntaxError", "unexpected EOF while parsing"), raised("ImportError", "a.so: undefined symbol: x"),
+     raised("ImportError", "/x/libcublas.so.12: symbol a, version libcublasLt.so.12 not defined in file "
+            "libcublasLt.so.12 with link time reference"), raised("ImportError", "/x/a.so: wrong ELF class: ELFCLASS32"),
+     raised("ImportError", "/x/a.so: ELF file OS ABI invalid"),
+     raised("ImportError", "/x/libgomp-d22c.so.1: cannot allocate memory in static TLS block"),
+     raised("ImportError", "a.so: cannot enable executable stack as shared object requires: Invalid argument"),
      raised("ImportError", "cannot import name 'A' from 'pkg.solvers' (/app/pkg/solvers.py)"),
      Evidence(0, exit_code=1, exception=RaisedException(
          "ModuleNotFoundError", "No module named 'a.solver'", (), bases=("ImportError",)))),

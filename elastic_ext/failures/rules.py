@@ -620,6 +620,7 @@ TIER_3 = (
                 "heartbeat monitor timed out", "watchdog got stuck for",
                 "dump signal due to a collective timeout", "dump debug info, due to collective timeout",
                 "transport retry count exceeded", "hccl function error",
+                "application timeout caused pair closure",  # of gloo, in each operation after one that has timed out
                 ("ei0002", "notify register"), ("ei0006", "getting socket times out"),  # HCCL: a peer did not answer in time
                 "nccl communicator was aborted", "c10::distbackenderror")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",

@@ -223,6 +223,7 @@ ROWS = [
      raised("RuntimeError", "NPU error, error code is 107020.\nEI0002: The wait execution of the Notify register times out."),
      raised("RuntimeError", "HcclAllreduce, error code is 6\nEI0006: Getting socket times out."),
      raised("RuntimeError", "[unbound_buffer.cc:136] Timed out waiting 1800000ms for send operation to complete"),
+     raised("RuntimeError", "Application timeout caused pair closure"),
      wrote("[rank0]: Watchdog caught collective operation timeout: WorkNCCL"), wrote("NCCL error: remote process exited"),
      wrote("terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL communicator was aborted")),
     ("peer-connection", "cascade", "follow",

@@ -211,7 +211,7 @@ _FILE_SYSTEM_ERRNOS = frozenset(
 )  # fmt: skip
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
-    "google.cloud.storage", "google.resumable_media.", "azure.core.", "azure.storage", "adlfs.",
+    "google.cloud.storage", "google.resumable_media.", "azure.core.", "azure.storage", "adlfs.", "s3torchconnectorclient.",
 )  # fmt: skip
 _STORAGE_NAMES = tuple(package.strip(".") for package in _STORAGE_PACKAGES)
 _HTTP_WORDS = (
@@ -240,7 +240,8 @@ _REFUSED_TEXTS: tuple[Text, ...] = (
     "authorizationpermissionmismatch",
     "permission denied (", "do not have permission", "statuscode.unauthenticated", "statuscode.permission_denied",
     "accessdenied", "access denied", "invalidaccesskeyid", "signaturedoesnotmatch", "authenticationfailed",
-    "unable to locate credentials", "no credentials", "credentials were not found", "determine credentials",
+    "unable to locate credentials", "no credentials", "no signing credentials", "credentials were not found",
+    "determine credentials",
     "anonymous caller does not have", "gated repo", "repository not found", "not a valid model identifier",
     "does not appear to have a file named", "invalid username or password", "api_key not configured", "no api key configured",
     "invalid api key",
@@ -603,7 +604,8 @@ TIER_3 = (
          texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",
                 "cuda driver error:", "triton error [cuda]", "memory access fault by gpu")),
     _program("collective-misuse", CODE, CONFIRM, "the ranks did not call the same collectives in the same way",
-         texts=("ncclinvalidusage", "ncclinvalidargument", "duplicate gpu detected", "mismatch between collectives",
+         texts=("ncclinvalidusage", "ncclinvalidargument", ("nccl error", "invalid usage"), "duplicate gpu detected",
+                "mismatch between collectives",
                 "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",
                 ("params", "appears not to match"), "same model across all ranks", "mismatched nccl version",
                 "op.preamble.length")),

@@ -129,7 +129,8 @@ ROWS = [
     ("file-system-ill", "storage", "restart", *(raised("OSError", text) for text in (
         "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected"))),
     ("storage-client", "storage", "restart", *(raised(name, "m") for name in (
-        "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError"))),
+        "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError",
+        "s3torchconnectorclient._mountpoint_s3_client.S3Exception"))),
     ("storage-load", "storage", "restart", *(
         raised(f"{StorageFailed.__module__}.StorageFailed", f"s3://b/step_00000015.g0001: {text}") for text in (
             "[Errno 16] Please reduce your request rate.",
@@ -146,7 +147,9 @@ ROWS = [
     ("access-expired", "code", "confirm", raised("ClientError", "(ExpiredToken) when calling GetObject", first_step_done=False)),
     ("access-refused-at-start", "code", "stop",
      *(raised("ClientError", text, first_step_done=False) for text in ("An error occurred (403)", "HTTP 401", "AccessDenied")),
-     raised("NoCredentialsError", "m", first_step_done=False)),
+     raised("NoCredentialsError", "m", first_step_done=False),
+     raised("s3torchconnectorclient._mountpoint_s3_client.S3Exception", "Client error: No signing credentials found",
+            first_step_done=False)),
     ("access-refused", "code", "confirm", raised("NoCredentialsError"), raised("HTTPError", "403 Client Error: Forbidden")),
     ("service-unreachable", "network", "restart", raised("requests.exceptions.ChunkedEncodingError", "m"),
      raised("httpx.ConnectError", "m"), raised("OSError", "We couldn't connect to 'https://x' to load this file")),
@@ -179,6 +182,7 @@ ROWS = [
      raised("FileNotFoundError", "[Errno 2] Failed to open local file '/home/u/.cache/huggingface/datasets/a.arrow'"),
      raised("FileNotFoundError", "[Errno 2] No such file or directory: '/data/index-cache/43d5_doc_idx.npy'")),
     ("collective-misuse", "code", "confirm", raised("torch.distributed.DistBackendError", "ncclInvalidUsage: This usually"),
+     raised("RuntimeError", "NCCL Error 5: invalid usage (run with NCCL_DEBUG=WARN for details)"),
      raised("RuntimeError", "Detected mismatch between collectives on ranks.")),
     ("interface", "cascade", "follow",
      raised("RuntimeError", "Gloo connectFullMesh failed with [x.cc] no error", first_step_done=False)),

@@ -162,7 +162,8 @@ ILL_STORAGE = frozenset(
      "storage-reset"}
 )  # fmt: skip
 # What a script raises wherever it runs: twice on one node is a bug, as it is on two.
-OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT})
+# A damaged checkpoint may be read by rank 0 alone, and ranks do not move while an older one is tried.
+OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT, "checkpoint-broken", "checkpoint-checksum"})
 MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 

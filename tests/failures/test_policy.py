@@ -45,6 +45,7 @@ PEERS, PEERS_LATER = (
     for done in (False, True)
 )
 STALE, STALE_LATER = (of("OSError", "[Errno 116] Stale file handle", first_step_done=done) for done in (False, True))
+DAMAGED = of("RuntimeError", "PytorchStreamReader failed reading zip archive", first_step_done=False)
 OTHER, TRAINED = Precedent(False, False, "n2"), Precedent(False, False, "n2", first_step_done=True)
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
 
@@ -133,6 +134,17 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (STALE, (replace(SAME_HERE, moved=True),) * 2, (3, 2), "replace_node", "storage", "same-node", 69),
         (STALE_LATER, (SAME_HERE,), (3, 2), "replace_node", "storage", "same-node", 69),
         (of("ConnectionError", first_step_done=False), (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 1),
+        (DAMAGED, (SAME_HERE,), (3, 2), "restart", "storage", "checkpoint-broken", None),  # rank 0 alone may read it
+        (DAMAGED, (SAME_HERE,) * 2, (3, 2), "stop", "storage", "ceiling", 1),
+        (
+            of("RuntimeError", "ckpt: checksum mismatch", checkpoint_load=True),
+            (SAME_HERE,),
+            (3, 2),
+            "restart",
+            "storage",
+            "checkpoint-checksum",
+            None,
+        ),
         (of(xids=(79,)), (), (3, 2), "replace_node", "hardware", "xid-replace", 69),
         (of(xids=(79,)), (), (2, 2), "restart", "hardware", "xid-replace", None),
         # replicas that differ: the odd one's node leaves if it can be spared; without a majority, one try

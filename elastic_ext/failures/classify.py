@@ -45,7 +45,10 @@ _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 # Printed by a thread of ProcessGroupNCCL that aborts the process. A script has survived any traceback before it, such as that of
 # a tracker's thread: else its error file would name the exception.
-_WATCHDOG_ENDS_IT = ("an instance of 'c10::DistBackendError'", "Terminating the process after attempting to dump debug info")
+_WATCHDOG_ENDS_IT = (
+    "Watchdog caught collective operation timeout", "an instance of 'c10::DistBackendError'",
+    "Terminating the process after attempting to dump debug info",
+)  # fmt: skip
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
 _BEHIND_A_SIGNAL = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a signal can come from
@@ -140,7 +143,7 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
         return found
     if tail or not exception:
         printed_too = replace(everything, exception_names=frozenset())
-        if found := _first(printed_too, _rules_for_stderr(evidence, recorded)):
+        if found := _first(printed_too, _rules_for_stderr(evidence, recorded or _ended_by_watchdog(evidence, tail))):
             return found
     return next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
 
@@ -148,7 +151,7 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
 def _rules_for_stderr(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
     """Return the rules that the end of stderr can match. Scripts print much and go on, so that alone stops no job.
 
-    recorded: see `_first_match`.
+    recorded: see `_first_match`; or a watchdog ended it.
     """
     ended_otherwise = worker_signal(evidence) in _NOT_RAISED or evidence.exit_code == EX_TRY_AGAIN
     for rule in _BY_TIER[PROGRAM_OUTPUT]:
@@ -202,7 +205,7 @@ def _completed(evidence: Evidence) -> Evidence:
 
 
 def _ended_by_watchdog(evidence: Evidence, tail: str) -> bool:
-    behind = tail[tail.rfind(HEADER) :]
+    behind = tail[max(tail.rfind(HEADER), 0) :]
     return worker_signal(evidence) == "SIGABRT" and any(text in behind for text in _WATCHDOG_ENDS_IT)
 
 

@@ -377,6 +377,23 @@ def test_a_traceback_after_which_the_script_went_on_stops_no_job(prefix, tail, m
     assert classify(Evidence(0, stderr_tail=lines, **more)).rule == rule
 
 
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "wandb: ERROR 403 Client Error: Forbidden",
+        "the token has expired, and is renewed",
+        "loss is nan, skipping step",
+        "WARNING Retrying in 1s: HTTP Error 429 thrown while requesting HEAD https://x",
+        "RuntimeWarning: too many open files",
+    ],
+)
+def test_what_a_script_survived_does_not_explain_the_abort_of_a_watchdog(printed):
+    """Else a victim of another node's failure stands for it, and the second time as a bug."""
+    for words in (WATCHDOG, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL", "x\n" + IGNORED + WATCHDOG):
+        assert classify(wrote(f"{printed}\n{words}")).rule == "peer-gone"
+    assert classify(wrote(printed)).rule != "peer-gone"
+
+
 def test_the_error_file_wins_over_stderr_and_a_known_exception_over_other_text():
     assert classify(raised("KeyError", stderr_tail=TRACEBACK)).rule == "arguments"
     assert classify(raised("KeyError", stderr_tail="gloo: Connection reset by peer")).rule == "arguments"

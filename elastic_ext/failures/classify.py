@@ -43,6 +43,12 @@ _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 
 # These signals come from outside Python, so a traceback on stderr may not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
+# Printed by a thread of ProcessGroupNCCL that aborts the process. A script has survived any traceback before it, such as that of
+# a tracker's thread: else its error file would name the exception.
+_WATCHDOG_ENDS_IT = (
+    "Watchdog caught collective operation timeout", "an instance of 'c10::DistBackendError'",
+    "Terminating the process after attempting to dump debug info",
+)  # fmt: skip
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
 _BEHIND_A_SIGNAL = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a signal can come from
@@ -137,7 +143,7 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
         return found
     if tail or not exception:
         printed_too = replace(everything, exception_names=frozenset())
-        if found := _first(printed_too, _rules_for_stderr(evidence, recorded)):
+        if found := _first(printed_too, _rules_for_stderr(evidence, recorded or _ended_by_watchdog(evidence, tail))):
             return found
     return next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
 
@@ -145,7 +151,7 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
 def _rules_for_stderr(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
     """Return the rules that the end of stderr can match. Scripts print much and go on, so that alone stops no job.
 
-    recorded: see `_first_match`.
+    recorded: see `_first_match`; or a watchdog ended it.
     """
     ended_otherwise = worker_signal(evidence) in _NOT_RAISED or evidence.exit_code == EX_TRY_AGAIN
     for rule in _BY_TIER[PROGRAM_OUTPUT]:
@@ -189,12 +195,18 @@ def _completed(evidence: Evidence) -> Evidence:
         evidence = replace(evidence, exit_code=None, signal=signal_name(-evidence.exit_code))
     exception = evidence.exception
     if (exception is None or not exception.wrapped) and worker_signal(evidence) not in _NOT_RAISED:
-        found = last_exception(_of_script(evidence.stderr_tail[-MAX_TEXT:]))
-        if found and exception is None:
+        tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
+        found = last_exception(tail)
+        if found and exception is None and not _ended_by_watchdog(evidence, tail):
             evidence = replace(evidence, exception=found)
         elif found and exception and _bare(found.type) == _bare(exception.type):  # torch's own error file has no causes
             evidence = replace(evidence, exception=replace(exception, wrapped=found.wrapped))
     return evidence
+
+
+def _ended_by_watchdog(evidence: Evidence, tail: str) -> bool:
+    behind = tail[max(tail.rfind(HEADER), 0) :]
+    return worker_signal(evidence) == "SIGABRT" and any(text in behind for text in _WATCHDOG_ENDS_IT)
 
 
 def _bare(name: str) -> str:
@@ -311,6 +323,7 @@ def _annotation(evidence: Evidence) -> str:
 
 
 HEADER = "Traceback (most recent call last):"
+IGNORED = "Exception ignored "  # of a destructor, say: the line above its traceback, and the script goes on
 CAUSE = "The above exception was the direct cause of the following exception:"
 MAX_CAUSES = 4
 MAX_LINES = 2000  # a recursion error prints about that many; later lines are ignored
@@ -335,6 +348,10 @@ def last_exception(text: str) -> RaisedException | None:
         if at < 0:
             break
         start = text.rfind("\n", 0, at) + 1
+        above = text[text.rfind("\n", 0, max(start - 1, 0)) + 1 : start]
+        if found is None and above.removeprefix(text[start:at]).startswith(IGNORED):
+            end = start
+            continue
         lines = text[at:end].split("\n", MAX_LINES)[1 : MAX_LINES + 1]
         raised = _read(_without_prefix(lines, text[start:at])) or _read(lines)
         if raised is None:

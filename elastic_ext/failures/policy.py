@@ -349,8 +349,9 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         bug = diagnosis.rule in PEERS and at_one_step  # one rank has fewer batches than the others, say
         trained = diagnosis.evidence.first_step_done or any(each.first_step_done for each in past)
         worked = diagnosis.rule == NETWORK_RULE and trained and not at_one_step  # so the name is right
-        away = (worked or diagnosis.rule in AWAY) and not bug
-        one_node = all(each.node == diagnosis.evidence.node for each in same)
+        inside = diagnosis.rule in PEERS and nodes.at_failure == 1  # all peers are on this host, so no network is to blame
+        away = (worked or diagnosis.rule in AWAY) and not (bug or inside)
+        one_node = diagnosis.evidence.node is not None and all(each.node == diagnosis.evidence.node for each in same)
         of_hardware = outcome.kind == HARDWARE and (diagnosis.tier == HARDWARE_EVIDENCE or one_node)
         exit_code = EX_TRY_AGAIN if away else EX_NODE if of_hardware else EX_FAILED
         reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"

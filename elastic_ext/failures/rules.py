@@ -162,7 +162,8 @@ ILL_STORAGE = frozenset(
      "storage-reset"}
 )  # fmt: skip
 # What a script raises wherever it runs: twice on one node is a bug, as it is on two.
-OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT})
+# A damaged checkpoint may be read by rank 0 alone, and ranks do not move while an older one is tried.
+OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT, "checkpoint-broken", "checkpoint-checksum"})
 MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
@@ -211,7 +212,7 @@ _FILE_SYSTEM_ERRNOS = frozenset(
 )  # fmt: skip
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
-    "google.cloud.storage", "google.resumable_media.", "azure.core.", "azure.storage", "adlfs.",
+    "google.cloud.storage", "google.resumable_media.", "azure.core.", "azure.storage", "adlfs.", "s3torchconnectorclient.",
 )  # fmt: skip
 _STORAGE_NAMES = tuple(package.strip(".") for package in _STORAGE_PACKAGES)
 _HTTP_WORDS = (
@@ -240,7 +241,8 @@ _REFUSED_TEXTS: tuple[Text, ...] = (
     "authorizationpermissionmismatch",
     "permission denied (", "do not have permission", "statuscode.unauthenticated", "statuscode.permission_denied",
     "accessdenied", "access denied", "invalidaccesskeyid", "signaturedoesnotmatch", "authenticationfailed",
-    "unable to locate credentials", "no credentials", "credentials were not found", "determine credentials",
+    "unable to locate credentials", "no credentials", "no signing credentials", "credentials were not found",
+    "determine credentials",
     "anonymous caller does not have", "gated repo", "repository not found", "not a valid model identifier",
     "does not appear to have a file named", "invalid username or password", "api_key not configured", "no api key configured",
     "invalid api key",
@@ -307,9 +309,15 @@ def _is_import_error(view: EvidenceView) -> bool:
     return "ImportError" in view.exception_names
 
 
+_NEVER_FITS: tuple[Text, ...] = (
+    "undefined symbol", ("version", "not found"), "link time reference", "wrong elf class", "elf file os abi invalid",
+    "in static tls block", "enable executable stack",
+)  # fmt: skip
+
+
 def _shared_object(view: EvidenceView) -> bool:
     """Return whether a shared object was unreadable. With an undefined symbol it was read, but its version never fits."""
-    wrong_version = "undefined symbol" in view.text or contains(view.text, (("version", "not found"),))
+    wrong_version = contains(view.text, _NEVER_FITS)
     # The loader names the file before a colon; a module (mypkg.solvers) may hold ".so", too.
     names = (word.rstrip(":").rstrip(".0123456789") for word in view.text.ascii.split() if word.endswith(":"))
     return _is_import_error(view) and any(name.endswith(".so") for name in names) and not wrong_version
@@ -597,7 +605,8 @@ TIER_3 = (
          texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",
                 "cuda driver error:", "triton error [cuda]", "memory access fault by gpu")),
     _program("collective-misuse", CODE, CONFIRM, "the ranks did not call the same collectives in the same way",
-         texts=("ncclinvalidusage", "ncclinvalidargument", "duplicate gpu detected", "mismatch between collectives",
+         texts=("ncclinvalidusage", "ncclinvalidargument", ("nccl error", "invalid usage"), "duplicate gpu detected",
+                "mismatch between collectives",
                 "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",
                 ("params", "appears not to match"), "same model across all ranks", "mismatched nccl version",
                 "op.preamble.length")),
@@ -614,6 +623,7 @@ TIER_3 = (
                 "heartbeat monitor timed out", "watchdog got stuck for",
                 "dump signal due to a collective timeout", "dump debug info, due to collective timeout",
                 "transport retry count exceeded", "hccl function error",
+                "application timeout caused pair closure",  # of gloo, in each operation after one that has timed out
                 ("ei0002", "notify register"), ("ei0006", "getting socket times out"),  # HCCL: a peer did not answer in time
                 "nccl communicator was aborted", "c10::distbackenderror")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",

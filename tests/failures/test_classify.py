@@ -115,6 +115,11 @@ ROWS = [
     ("code-always", "code", "stop", *(raised(name, "m", first_step_done=done) for name in ALWAYS.split() for done in (True,
      False)),
      raised("SyntaxError", "unexpected EOF while parsing"), raised("ImportError", "a.so: undefined symbol: x"),
+     raised("ImportError", "/x/libcublas.so.12: symbol a, version libcublasLt.so.12 not defined in file "
+            "libcublasLt.so.12 with link time reference"), raised("ImportError", "/x/a.so: wrong ELF class: ELFCLASS32"),
+     raised("ImportError", "/x/a.so: ELF file OS ABI invalid"),
+     raised("ImportError", "/x/libgomp-d22c.so.1: cannot allocate memory in static TLS block"),
+     raised("ImportError", "a.so: cannot enable executable stack as shared object requires: Invalid argument"),
      raised("ImportError", "cannot import name 'A' from 'pkg.solvers' (/app/pkg/solvers.py)"),
      Evidence(0, exit_code=1, exception=RaisedException(
          "ModuleNotFoundError", "No module named 'a.solver'", (), bases=("ImportError",)))),
@@ -124,7 +129,8 @@ ROWS = [
     ("file-system-ill", "storage", "restart", *(raised("OSError", text) for text in (
         "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected"))),
     ("storage-client", "storage", "restart", *(raised(name, "m") for name in (
-        "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError"))),
+        "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError",
+        "s3torchconnectorclient._mountpoint_s3_client.S3Exception"))),
     ("storage-load", "storage", "restart", *(
         raised(f"{StorageFailed.__module__}.StorageFailed", f"s3://b/step_00000015.g0001: {text}") for text in (
             "[Errno 16] Please reduce your request rate.",
@@ -141,7 +147,9 @@ ROWS = [
     ("access-expired", "code", "confirm", raised("ClientError", "(ExpiredToken) when calling GetObject", first_step_done=False)),
     ("access-refused-at-start", "code", "stop",
      *(raised("ClientError", text, first_step_done=False) for text in ("An error occurred (403)", "HTTP 401", "AccessDenied")),
-     raised("NoCredentialsError", "m", first_step_done=False)),
+     raised("NoCredentialsError", "m", first_step_done=False),
+     raised("s3torchconnectorclient._mountpoint_s3_client.S3Exception", "Client error: No signing credentials found",
+            first_step_done=False)),
     ("access-refused", "code", "confirm", raised("NoCredentialsError"), raised("HTTPError", "403 Client Error: Forbidden")),
     ("service-unreachable", "network", "restart", raised("requests.exceptions.ChunkedEncodingError", "m"),
      raised("httpx.ConnectError", "m"), raised("OSError", "We couldn't connect to 'https://x' to load this file")),
@@ -174,6 +182,7 @@ ROWS = [
      raised("FileNotFoundError", "[Errno 2] Failed to open local file '/home/u/.cache/huggingface/datasets/a.arrow'"),
      raised("FileNotFoundError", "[Errno 2] No such file or directory: '/data/index-cache/43d5_doc_idx.npy'")),
     ("collective-misuse", "code", "confirm", raised("torch.distributed.DistBackendError", "ncclInvalidUsage: This usually"),
+     raised("RuntimeError", "NCCL Error 5: invalid usage (run with NCCL_DEBUG=WARN for details)"),
      raised("RuntimeError", "Detected mismatch between collectives on ranks.")),
     ("interface", "cascade", "follow",
      raised("RuntimeError", "Gloo connectFullMesh failed with [x.cc] no error", first_step_done=False)),
@@ -218,6 +227,7 @@ ROWS = [
      raised("RuntimeError", "NPU error, error code is 107020.\nEI0002: The wait execution of the Notify register times out."),
      raised("RuntimeError", "HcclAllreduce, error code is 6\nEI0006: Getting socket times out."),
      raised("RuntimeError", "[unbound_buffer.cc:136] Timed out waiting 1800000ms for send operation to complete"),
+     raised("RuntimeError", "Application timeout caused pair closure"),
      wrote("[rank0]: Watchdog caught collective operation timeout: WorkNCCL"), wrote("NCCL error: remote process exited"),
      wrote("terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL communicator was aborted")),
     ("peer-connection", "cascade", "follow",
@@ -340,6 +350,48 @@ def test_a_traceback_on_stderr_is_the_exception(prefix, more):
 def test_a_traceback_that_was_survived_is_not_the_exception():
     assert classify(killed("SIGKILL", stderr_tail=TRACEBACK)).rule == "killed"
     assert classify(killed("SIGSEGV", stderr_tail=TRACEBACK)).rule == "crash"
+
+
+IGNORED = "Exception ignored in: <function _MultiProcessingDataLoaderIter.__del__ at 0x7f>\n" + TRACEBACK
+WATCHDOG = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL communicator was aborted\n"
+
+
+@pytest.mark.parametrize("prefix", ["", "[rank3]: "])
+@pytest.mark.parametrize(
+    ("tail", "more", "rule"),
+    [
+        (f"step 1\n{IGNORED}step 2\n{WATCHDOG}", {"signal": "SIGABRT"}, "peer-gone"),
+        (f"step 1\n{IGNORED}", {"exit_code": 1}, "no-evidence"),
+        (f"step 1\n{IGNORED}", {"exit_code": 75}, "try-again"),
+        (IGNORED, {"exit_code": 1}, "no-evidence"),
+        (f"{TRACEBACK}{IGNORED.replace('NameError', 'KeyError')}", {"exit_code": 1}, "code-always"),
+        (f"{IGNORED.replace('NameError', 'KeyError')}{TRACEBACK}", {"exit_code": 1}, "code-always"),
+        (f"Exception in thread Thread-5 (_monitor):\n{TRACEBACK}step 2\n{WATCHDOG}", {"signal": "SIGABRT"}, "peer-gone"),
+        (f"ERROR: not logged\n{TRACEBACK}step 2\n{WATCHDOG}", {"exit_code": 134}, "peer-gone"),
+        (f"{WATCHDOG}{TRACEBACK}", {"signal": "SIGABRT"}, "code-always"),
+    ],
+)
+def test_a_traceback_after_which_the_script_went_on_stops_no_job(prefix, tail, more, rule):
+    """A destructor's or a thread's, hours before a watchdog ends the process because of a lost peer."""
+    lines = "".join(f"{prefix}{line}\n" for line in tail.splitlines())
+    assert classify(Evidence(0, stderr_tail=lines, **more)).rule == rule
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        "wandb: ERROR 403 Client Error: Forbidden",
+        "the token has expired, and is renewed",
+        "loss is nan, skipping step",
+        "WARNING Retrying in 1s: HTTP Error 429 thrown while requesting HEAD https://x",
+        "RuntimeWarning: too many open files",
+    ],
+)
+def test_what_a_script_survived_does_not_explain_the_abort_of_a_watchdog(printed):
+    """Else a victim of another node's failure stands for it, and the second time as a bug."""
+    for words in (WATCHDOG, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL", "x\n" + IGNORED + WATCHDOG):
+        assert classify(wrote(f"{printed}\n{words}")).rule == "peer-gone"
+    assert classify(wrote(printed)).rule != "peer-gone"
 
 
 def test_the_error_file_wins_over_stderr_and_a_known_exception_over_other_text():

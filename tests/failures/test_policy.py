@@ -45,6 +45,7 @@ PEERS, PEERS_LATER = (
     for done in (False, True)
 )
 STALE, STALE_LATER = (of("OSError", "[Errno 116] Stale file handle", first_step_done=done) for done in (False, True))
+DAMAGED = of("RuntimeError", "PytorchStreamReader failed reading zip archive", first_step_done=False)
 OTHER, TRAINED = Precedent(False, False, "n2"), Precedent(False, False, "n2", first_step_done=True)
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
 
@@ -93,6 +94,7 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (NETWORK, (Precedent(True, True, "n2"),) * 9, None, "restart", "network", "network", None),
         (of(signal="SIGBUS"), (SAME_HERE,) * 2, (2, 2), "stop", "hardware", "ceiling", 69),
         (of(signal="SIGBUS"), (SAME_THERE,) * 2, None, "stop", "hardware", "ceiling", 1),  # it follows the rank
+        (of(signal="SIGBUS", node=None), (Precedent(True, False, None),) * 2, (3, 2), "stop", "hardware", "ceiling", 1),  # where?
         (of("ConnectionError", first_step_done=False), (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 1),
         (
             of("ConnectionError", first_step_done=False),
@@ -125,11 +127,24 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (PEERS_LATER, (SAME_HERE,), (3, 2), "restart", "network", "peer-gone", None),
         (PEERS_LATER, (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 75),
         (PEERS, (SAME_HERE,) * 2, (2, 2), "stop", "network", "ceiling", 75),
+        (PEERS, (SAME_HERE,) * 2, (1, 1), "stop", "network", "ceiling", 1),  # all peers are on this host
+        (PEERS_LATER, (SAME_HERE,) * 2, (1, 1), "stop", "network", "ceiling", 1),
         (PEERS, (SAME_HERE, SAME_THERE), (3, 2), "stop", "network", "ceiling", 75),
         (STALE, (SAME_HERE,), (3, 2), "restart", "storage", "file-system-ill", None),
         (STALE, (replace(SAME_HERE, moved=True),) * 2, (3, 2), "replace_node", "storage", "same-node", 69),
         (STALE_LATER, (SAME_HERE,), (3, 2), "replace_node", "storage", "same-node", 69),
         (of("ConnectionError", first_step_done=False), (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 1),
+        (DAMAGED, (SAME_HERE,), (3, 2), "restart", "storage", "checkpoint-broken", None),  # rank 0 alone may read it
+        (DAMAGED, (SAME_HERE,) * 2, (3, 2), "stop", "storage", "ceiling", 1),
+        (
+            of("RuntimeError", "ckpt: checksum mismatch", checkpoint_load=True),
+            (SAME_HERE,),
+            (3, 2),
+            "restart",
+            "storage",
+            "checkpoint-checksum",
+            None,
+        ),
         (of(xids=(79,)), (), (3, 2), "replace_node", "hardware", "xid-replace", 69),
         (of(xids=(79,)), (), (2, 2), "restart", "hardware", "xid-replace", None),
         # replicas that differ: the odd one's node leaves if it can be spared; without a majority, one try

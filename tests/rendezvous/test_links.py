@@ -339,7 +339,7 @@ def test_a_reset_makes_nobody_a_suspect(server, stack, messages, monkeypatch):
     assert watched.in_job()
 
 
-class Unanswered(Peers):
+class Unanswered(Counting):
     """Etcd does not answer it any more, once `away` is there; until `over`."""
 
     away: threading.Event | None = None
@@ -358,6 +358,7 @@ def test_a_node_that_is_linked_again_does_not_give_up_because_etcd_is_away(serve
     """Something has reset all its connections. Without the first agent nobody could declare it dead."""
     monkeypatch.setattr(presence, "REACH_S", 2 * WAIT_S)
     watching, watched, between = linked(stack, server.endpoint, messages, kind=Unanswered)
+    watched.records.until_answered(1)  # its watch of doubts has begun: that it asks from now on comes of its link
     watched.records.over = threading.Event()
     watched.records.away = asked = threading.Event()
     between.reset()

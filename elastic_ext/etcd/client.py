@@ -169,15 +169,17 @@ class EtcdClient:
                 if self.now() > deadline:
                     raise
 
-    def last_created_before(self, prefix: values.Key, create_revision: int, *, timeout_s: float | None = None) -> values.Reading:
-        """Read the last-created key with this prefix, of those created before a revision; `.kv` is None if there is none."""
+    def last_created(
+        self, prefix: values.Key, until_revision: int, limit: int, *, timeout_s: float | None = None
+    ) -> values.Reading:
+        """Read the last-created keys with this prefix, newest first, of those created at a revision or before."""
         start, end = values.range_of_prefix(prefix)
         request = etcdrpc().RangeRequest
         options = {
-            "limit": 1,
+            "limit": limit,
             "sort_order": request.SortOrder.Value("DESCEND"),
             "sort_target": request.SortTarget.Value("CREATE"),
-            "max_create_revision": create_revision - 1,
+            "max_create_revision": until_revision,
         }
         return self._range(start, end, options, f"get the last of {_show(prefix)}*", timeout_s)
 

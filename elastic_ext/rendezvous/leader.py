@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, LeaseLost, Put, Snapshot, Watch, unchanged
-from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.etcd.values import KeyValue, Op, Reading
 from elastic_ext.etcd.watch import Item
 from elastic_ext.failures.joint_evidence import Comparison
 from elastic_ext.failures.ledger import decode_verdict
@@ -478,24 +478,38 @@ class Election:
         """Lead if no node came before this one; otherwise watch the last one that did (as in etcd's client/v3/concurrency).
 
         Asking etcd for it makes etcd sort all nodes. `last` names it for free: a node that existed when this one was created,
-        since that key is under the lease of the node that it names.
+        since that key is under the lease of the node that it names. A node whose own key is gone does neither: its key is
+        written again, and then this is called again.
         """
         if self._registration.node is None:
             return None  # it has left meanwhile
-        self.close()
-        self._to_follow = self._doubt_until = None
+        self._forget()
         if last is not None and last.lease_id:  # without a lease, somebody else has written it
             key = self._context.keys.node(last.text)
             if key != self._context.own_key and self._names_node(key.encode()):
                 self._to_follow = (key, self._registration.created)
                 # Later, or once this node is in a round: forming the round comes first.
                 return self._context.tasks.wake_at(self._context.tasks.now() + FOLLOW_S)
-        self._to_follow = self._node_before()
-        if self._to_follow is not None:
+        created, newest = self._registration.created, self._nodes_until_own()
+        if not any(kv.create_revision == created and kv.key.decode() == self._context.own_key for kv in newest.kvs):
+            return None
+        before = [kv for kv in newest.kvs if kv.create_revision < created and self._is_node(kv)]
+        if before:
+            last = max(before, key=lambda kv: kv.create_revision)
+            self._to_follow = (last.key.decode(), newest.revision)
             return self.follow()
-        logger.info("node %s leads the rendezvous", self._context.config.node_id)
         self.leader = self._lead()
-        return self.on_timer()
+        logger.info("node %s leads the rendezvous", self._context.config.node_id)
+        return self._context.tasks.run(self._context.tasks.on_timer)  # retried on its own: what leads once leads on
+
+    def _find_again(self) -> None:
+        """Find the predecessor, unless that has been done meanwhile: this node's key was created again."""
+        if self.leader is None and self._predecessor is None and self._to_follow is None:
+            self.find_predecessor()
+
+    def _forget(self) -> None:
+        self.close()
+        self._to_follow = self._doubt_until = None
 
     def on_timer(self) -> None:
         """Take the leader's look; on any other node, begin to watch the predecessor, or look for another one."""
@@ -503,7 +517,8 @@ class Election:
         if self.leader is not None:
             tasks.wake_at(self.leader.act(tasks.now()))
         elif self._doubt_until is not None and self._doubt_until <= tasks.now():
-            self.find_predecessor()
+            self._forget()
+            tasks.run(self._find_again)
         else:
             self.follow()
 
@@ -513,11 +528,11 @@ class Election:
             return
         (key, revision), self._to_follow = self._to_follow, None
         tasks = self._context.tasks
-        self._predecessor = Watch(
+        watch = self._predecessor = Watch(
             self._context.client,
             key,
             start_revision=revision + 1,
-            callback=lambda item: tasks.post(lambda: self._on_predecessor(item)),
+            callback=lambda item: tasks.post(lambda: self._on_predecessor(item) if watch is self._predecessor else None),
         )
 
     def _on_predecessor(self, item: Item) -> None:
@@ -528,25 +543,22 @@ class Election:
         if not isinstance(item, Batch) or any(
             event.kind == "delete" or event.kv.create_revision > self._registration.created for event in item.events
         ):
-            self.find_predecessor()
+            self._forget()
+            self._context.tasks.run(self._find_again)
         elif self._is_node(item.events[-1].kv):
             self._doubt_until = None
         else:
             self._doubt_until = self._context.tasks.now() + self._context.config.lease_ttl_s
             self._context.tasks.wake_at(self._doubt_until)
 
-    def _node_before(self) -> tuple[str, int] | None:
-        """Return the key of the node created last before this one, and a revision at which it existed.
+    def _nodes_until_own(self) -> Reading:
+        """Read this node's key and the one created last before it.
 
         A key that holds no node leads nobody: then read all keys to find one that does.
         """
-        folder, created = self._context.keys.nodes, self._registration.created
-        found = self._context.client.last_created_before(folder, created)
-        if found.kv is not None and not self._is_node(found.kv):
-            found = self._context.client.get_prefix(folder)
-        nodes = [kv for kv in found.kvs if kv.create_revision < created and self._is_node(kv)]
-        before = max(nodes, key=lambda kv: kv.create_revision, default=None)
-        return (before.key.decode(), found.revision) if before is not None else None
+        folder, client = self._context.keys.nodes, self._context.client
+        found = client.last_created(folder, self._registration.created, limit=2)
+        return found if all(self._is_node(kv) for kv in found.kvs) else client.get_prefix(folder)
 
     def _is_node(self, kv: KeyValue) -> bool:
         return self._names_node(kv.key) and self._context.reader.node(kv) is not None

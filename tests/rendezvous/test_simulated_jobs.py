@@ -24,7 +24,7 @@ from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger, encode_verdict
 from elastic_ext.failures.policy import Action
-from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous import drains, leader
 from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
@@ -693,6 +693,18 @@ def test_a_store_that_is_set_up_again(revision):
     few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
     few.until_broken()
     few.next_round(2)
+
+
+@pytest.mark.parametrize("revision", [1, 1000], ids=["older", "newer"])
+def test_one_node_comes_to_lead_once_in_a_new_store(revision, caplog):
+    """Not each by its key of the store before, and not once more when a task is tried again that another has done."""
+    caplog.set_level(logging.INFO, logger=leader.__name__)
+    few = Few("ab")
+    caplog.clear()
+    few.world.set_up_store(revision)
+    few.world.run(2 * TTL_S)
+    led = [record.getMessage() for record in caplog.records if "leads the rendezvous" in record.getMessage()]
+    assert led == [f"node {few.leader()} leads the rendezvous"]
 
 
 def test_a_new_store_that_others_have_used():

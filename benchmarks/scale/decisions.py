@@ -186,7 +186,7 @@ class Episode:
             return "infrastructure is given up"
         if self.truth is Truth.NODE and self.end == "kept on":
             return "a bad node stays"
-        return "a good node leaves" if self.wrongly and self.truth is Truth.PASSES else ""
+        return "a good node leaves" if self.wrongly and self.truth in (Truth.PASSES, Truth.CODE) else ""
 
 
 def episodes(mix: Mix) -> Iterator[Episode]:

@@ -439,10 +439,10 @@ def _moves_ranks(outcome: _Outcome, diagnosis: Diagnosis, nodes: Nodes) -> bool:
     """Return whether the next try should show what the failure follows: the node, which is bad then, or the rank, as a bug does.
 
     If the ranks stay, a failure that comes back shows neither, and a node that is well has to leave: rank 0 alone writes
-    checkpoints and logs, so it meets each outage of their servers. The checkpoint may not change with them.
+    checkpoints and logs, so it meets each outage of their servers, and one rank's data may make its loss NaN.
     """
     of_rank = diagnosis.evidence.rank >= 0 and not diagnosis.evidence.link_failed and outcome.kind != PREEMPTION
-    return of_rank and nodes.at_failure > 1 and _place_counts(diagnosis, nodes) and not diagnosis.checkpoints_back
+    return of_rank and nodes.at_failure > 1 and _place_counts(diagnosis, nodes)
 
 
 def of_a_node(diagnosis: Diagnosis) -> bool:

@@ -195,6 +195,7 @@ def test_what_is_wrong_is_found():
         (Truth.PASSES, 1, "stopped", 0): "infrastructure is given up",
         (Truth.NODE, 12, "kept on", 0): "a bad node stays",
         (Truth.PASSES, 1, "went on", 1): "a good node leaves",
+        (Truth.CODE, 1, "stopped as code", 1): "a good node leaves",
         (Truth.NODE, 1, "went on", 0): "",
         (Truth.LIMIT, 2, "stopped as code", 1): "",
     }

@@ -509,6 +509,19 @@ def test_no_node_leaves_for_what_only_rank_0_meets(failure, exit_code):
     assert decisions(of_rank=False)[:2] == [("restart", None), ("replace_node", 69)]
 
 
+@pytest.mark.parametrize(
+    ("second", "ends"), [(("hb", 0), ("stop", 65)), (("ha", 8), ("replace_node", 69))], ids=["its data", "its GPU"]
+)
+def test_a_nan_of_one_rank_shows_whether_it_follows_the_node(second, ends):
+    ledger, four, found = Ledger(), dataclasses.replace(RULES, nodes=5, min_nodes=4, members=4), []
+    for number, (host, rank) in enumerate((("ha", 0), second)):
+        told = {host: report(host, "FloatingPointError", "loss is nan", rank=rank, step=40, resumed_at=0)}
+        ledger, verdict = judge(told, ledger, four, number)
+        found.append((verdict.decision.response.value, verdict.decision.exit_code))
+        assert verdict.decision.moves_ranks == (not number)
+    assert found == [("confirm", None), ends]
+
+
 def test_a_rank_that_has_failed_elsewhere_costs_no_node():
     """Rank 0 alternates between two nodes, and each time it gets to another step."""
     ledger = Ledger()

@@ -258,7 +258,7 @@ def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code
         (of(signal="SIGSEGV", node=None), (3, 2), False),
         (KEY, (3, 2), False),  # a script raises it wherever it runs
         (CUT, (3, 2), False),
-        (NAN, (3, 2), False),  # an older checkpoint is the thing to try
+        (NAN, (3, 2), True),  # its rank's data, or its GPU
         (of(signal="SIGSEGV", warm=True, first_step_done=False), (3, 2), True),
         (of("NameError"), (3, 2), False),
         (of(exit_code=75), (3, 2), False),

@@ -200,10 +200,10 @@ class Journal(Companion):
         self._decided(verdict, decision)
         return verdicts.failure_text(cause, others, verdict, decision, self._handler.node_id)
 
-    def stopped(self, verdict: JobVerdict) -> str:
-        """Report a verdict that no failure on this node has caused; return the text for the log."""
-        self._decided(verdict, verdict.decision)
-        return verdicts.line_elsewhere(verdict, verdict.decision, self._handler.node_id)
+    def stopped(self, verdict: JobVerdict, decision: Decision) -> str:
+        """Report a verdict that no failure on this node has caused; return the text for the log. decision: for this node."""
+        self._decided(verdict, decision)
+        return verdicts.line_elsewhere(verdict, decision, self._handler.node_id)
 
     def _decided(self, verdict: JobVerdict, decision: Decision) -> None:
         phases = self._trace.seconds(time.monotonic())

@@ -438,7 +438,7 @@ class Observation(Companion):
         """Log and count a verdict after which the job goes on, if only other nodes have failed."""
         if verdict.round != self._decided and not verdict.ends_job:
             own = self._handler.node_id
-            logger.warning("%s", verdicts.line_elsewhere(verdict, verdict.for_node(own), own))
+            logger.warning("%s", verdicts.line_elsewhere(verdict, verdict.for_node(own, self._settings.exit_codes), own))
         self._count(verdict)
 
     def _count(self, verdict: JobVerdict) -> None:

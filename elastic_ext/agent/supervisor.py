@@ -155,7 +155,7 @@ class Supervisor(TorchAgent):
                 continue
             cause, others = verdicts.cause_and_others(self._failed_workers(result))
             verdict = self._conclude(result, cause)
-            decision = verdict.for_node(self._handler.node_id)
+            decision = self._for_this_node(verdict)
             logger.error("%s", self._companions.journal.failed(cause, others, verdict, decision))
             self._companions.observation.decided(verdict, decision)
             self._running.resume.go_back(verdict, self._handler.node_id)
@@ -195,9 +195,13 @@ class Supervisor(TorchAgent):
     def _stop_for(self, verdict: JobVerdict) -> RunResult:
         """Stop for a reason other than a failed worker on this node."""
         self._stop_round()
-        logger.error("%s", self._companions.journal.stopped(verdict))
-        self._companions.observation.decided(verdict, verdict.decision)
-        return self._stop(verdict, verdict.decision, verdicts.remote_failure(verdict))
+        decision = self._for_this_node(verdict)
+        logger.error("%s", self._companions.journal.stopped(verdict, decision))
+        self._companions.observation.decided(verdict, decision)
+        return self._stop(verdict, decision, verdicts.remote_failure(verdict))
+
+    def _for_this_node(self, verdict: JobVerdict) -> Decision:
+        return verdict.for_node(self._handler.node_id, self._settings.exit_codes)
 
     def _save_before_leaving(self, error: SignalException) -> None:
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""

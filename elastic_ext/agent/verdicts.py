@@ -385,7 +385,7 @@ class Verdicts:
         code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
         self._handler.closing = for_others(verdict, self._settings.exit_codes)
         exits.job.verdict_code = code
-        exits.publish(json.loads(encode_verdict(verdict)), self._settings.verdict_file)
+        exits.publish(json.loads(encode_verdict(replace(verdict, decision=decision))), self._settings.verdict_file)
         if verdict.node == self._handler.node_id and decision.kind == diagnosis.HARDWARE:
             launch.report_bad_node(self._settings, self._handler.host, decision.reason)
         return code

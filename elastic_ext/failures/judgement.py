@@ -135,8 +135,18 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         shown_by=next(id_ for id_, each in reports.items() if each is report),
         refuse_newer=cause.refuse_newer,
         refused_by=_refused_by(reports, cause, decision),
+        bad=_bad(reports, cause, decision, circumstances.exit_codes),
     )
     return Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]), verdict
+
+
+def _bad(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision, preset: str) -> tuple[str, ...]:
+    """Return the nodes to replace if the job ends; (): see `JobVerdict.bad`. Of replicas without a majority, all that differ."""
+    bad, again = (policy.exit_code_for(code, preset) for code in (policy.EX_NODE, policy.EX_TRY_AGAIN))
+    if decision.response is not Response.STOP or decision.exit_code != bad or bad == again:
+        return ()
+    differ = tuple(id_ for id_, each in reports.items() if each.host in cause.diagnosis.evidence.differs)
+    return differ or ((cause.node,) if cause.node else ())
 
 
 def _refused_by(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision) -> str:

@@ -25,7 +25,7 @@ from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, With
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import TRAITS, Precedent, Traits
 from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Hashed, Reach
-from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision
+from elastic_ext.failures.policy import ACTIONS, EX_TRY_AGAIN, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
 
 
 @dataclass(frozen=True)
@@ -187,11 +187,19 @@ class JobVerdict:
     # no round may resume from a checkpoint or copy of a later step that exists now; None: all may be used
     refuse_newer: int | None = None
     refused_by: NameOrEmpty = ""  # id of the node that marks these checkpoints
+    # ids of the nodes to replace where the job ends because it cannot run without them; (): as `decision` says, for all nodes
+    bad: tuple[NameOrEmpty, ...] = ()
 
-    def for_node(self, node: str) -> Decision:
-        """Return the decision for this node's agent: a node to be replaced leaves, and the others continue without it."""
+    def for_node(self, node: str, preset: str) -> Decision:
+        """Return the decision for this node's agent. preset: a key of policy.EXIT_CODES.
+
+        A node to be replaced leaves, and the others continue without it; or, where they cannot, are to be started again: a
+        scheduler that keeps bad nodes out must not keep out all of the job.
+        """
         if self.decision.response is Response.REPLACE_NODE and node != self.node:
             return replace(self.decision, action=Action.RESTART, exit_code=None)
+        if self.bad and node not in self.bad:
+            return replace(self.decision, exit_code=exit_code_for(EX_TRY_AGAIN, preset))
         return self.decision
 
     @property

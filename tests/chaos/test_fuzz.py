@@ -119,7 +119,7 @@ def use_report(data: bytes) -> None:
 
 def use_verdict(data: bytes) -> None:
     verdict = job.decode_verdict(data.decode(errors="replace"))
-    decision = verdict.for_node("n1")
+    decision = verdict.for_node("n1", "design")
     if decision.action is policy.Action.STOP and decision.exit_code == 0:
         raise Broken("a verdict that stops the job with exit code 0")
     job.encode_verdict(verdict)

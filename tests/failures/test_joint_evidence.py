@@ -104,8 +104,8 @@ def test_the_first_hang_names_the_pair_and_the_second_one_makes_one_of_the_two_l
         "rank 2 on host-b gets no answer from host-c, the host of rank 4 (10.0.0.3), for 20 s: the network between these two"
     )
     assert (second.decision.response, second.node, second.host, second.rank) == (Response.REPLACE_NODE, "c", "host-c", 4)
-    assert second.for_node("c").exit_code == 69
-    assert second.for_node("b").exit_code is None
+    assert second.for_node("c", "design").exit_code == 69
+    assert second.for_node("b", "design").exit_code is None
     assert second.decision.reason.endswith("host-c was cut off like this before, without progress since; host-c leaves")
 
 
@@ -305,7 +305,7 @@ def test_a_node_that_has_nothing_to_report_is_missed_all_the_same():
         ledger, verdict = judge(told, ledger, circumstances, number)
         found.append((verdict.decision.rule, verdict.shown_by))
     assert found == [("network-cut", "a"), ("cut-again", "b")]
-    assert (verdict.node, verdict.host, verdict.rank, verdict.for_node("c").exit_code) == ("c", HOSTS["c"], NO_RANK, 69)
+    assert (verdict.node, verdict.host, verdict.rank, verdict.for_node("c", "design").exit_code) == ("c", HOSTS["c"], NO_RANK, 69)
 
 
 def test_a_lost_node_explains_what_nccl_misses():

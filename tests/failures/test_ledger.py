@@ -93,7 +93,7 @@ def test_the_nodes_that_died_of_it_do_not_outvote_the_one_that_caused_it():
     _, verdict = judge(told, Ledger(), RULES, 4)
     assert (verdict.decision.action, verdict.decision.exit_code, verdict.ends_job) == (Action.STOP, 65, True)
     assert (verdict.round, verdict.node, verdict.host, verdict.rank, verdict.restarts) == (4, "b", "hb", 5, 0)
-    assert verdict.for_node("a") == verdict.decision
+    assert verdict.for_node("a", "design") == verdict.decision
 
 
 def test_across_nodes_the_first_that_the_job_learnt_of_is_the_cause():
@@ -385,8 +385,8 @@ def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
     _, (first, second) = again({"a": report("ha", signal="SIGSEGV", step=3, resumed_at=0)}, 2)
     assert first.decision.response is Response.CONFIRM
     assert (second.decision.response, second.ends_job) == (Response.REPLACE_NODE, False)
-    assert (second.for_node("a").action, second.for_node("a").exit_code) == (Action.STOP, 69)
-    assert (second.for_node("b").action, second.for_node("b").exit_code) == (Action.RESTART, None)
+    assert (second.for_node("a", "design").action, second.for_node("a", "design").exit_code) == (Action.STOP, 69)
+    assert (second.for_node("b", "design").action, second.for_node("b", "design").exit_code) == (Action.RESTART, None)
     assert second.keeps_ledger
 
 
@@ -520,6 +520,19 @@ def test_a_nan_of_one_rank_shows_whether_it_follows_the_node(second, ends):
         found.append((verdict.decision.response.value, verdict.decision.exit_code))
         assert verdict.decision.moves_ranks == (not number)
     assert found == [("confirm", None), ends]
+
+
+@pytest.mark.parametrize(
+    ("preset", "codes"), [("design", (69, 75)), ("kubeflow", (197, 203)), ("stock", (1, 1))], ids=lambda value: str(value)
+)
+def test_only_the_bad_node_has_its_code_where_the_job_cannot_run_without_it(preset, codes):
+    """A scheduler keeps nodes with 69 out of the next run: all of the job would be none."""
+    needs_all = Circumstances(NO_LIMIT, nodes=2, min_nodes=2, members=2, exit_codes=preset)
+    told = {"a": report("ha", exit_code=14, step=5, xids=(79,)), "b": report("hb", signal="SIGTERM", step=5, order=2)}
+    verdict = decode_verdict(encode_verdict(again(told, 3, needs_all)[1][-1]))
+    assert verdict.ends_job
+    assert (verdict.for_node("a", preset).exit_code, verdict.for_node("b", preset).exit_code) == codes
+    assert verdict.for_node("a spare", preset).action is Action.STOP
 
 
 def test_a_rank_that_has_failed_elsewhere_costs_no_node():

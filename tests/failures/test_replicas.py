@@ -157,8 +157,8 @@ def test_the_node_of_the_odd_one_leaves_and_another_one_marks_the_checkpoints():
     assert (decision.response, decision.kind, decision.rule) == (Response.REPLACE_NODE, "hardware", "replicas-differ")
     assert (verdict.node, verdict.host, verdict.rank) == ("a", "host-a", 0)
     assert (verdict.refuse_newer, verdict.refused_by) == (120, "b")
-    assert verdict.for_node("a").exit_code == 69
-    assert verdict.for_node("b").exit_code is None
+    assert verdict.for_node("a", "design").exit_code == 69
+    assert verdict.for_node("b", "design").exit_code is None
     assert decision.reason == (
         "the replica of rank 0 differs from 2 others, which are equal, after step 30 of this round; all were equal after step "
         "20, on host-a: checkpoints after step 120 of the job are refused"
@@ -174,6 +174,12 @@ def test_of_two_there_is_one_restart_and_the_second_time_both_hosts_are_named():
     assert second.refuse_newer == 120
     assert second.refused_by in ("a", "b")
     assert "no majority shows which of host-a and host-b is bad: replace them all" in second.decision.reason
+
+
+def test_the_second_time_those_that_differ_are_to_be_replaced_and_the_others_are_not():
+    found = reports(hashes("abx", "abc"), {"a": (0,), "b": (1,), "c": (2,)})
+    second = judged(found, found)[-1]
+    assert [second.for_node(node, "design").exit_code for node in "abc"] == [69, 69, 75]
 
 
 def test_both_on_one_host_are_its_own():

@@ -81,6 +81,15 @@ def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(sto
     nodes.finish("ab")
 
 
+@pytest.mark.full
+def test_of_a_job_that_cannot_spare_its_bad_node_that_one_alone_leaves_with_69(server, start, tmp_path):
+    good, bad = start("a", server, "2"), start("b", server, "2", *(f"exit14:{attempt}" for attempt in range(3)))
+    assert [each.finish().returncode for each in (good, bad)] == [75, 69], good.err
+    again, ill = verdicts(tmp_path, "ab")
+    assert again["bad"] == ill["bad"] == [ill["node"]]
+    assert (again["decision"]["exit_code"], ill["decision"]["exit_code"]) == (75, 69)
+
+
 @pytest.mark.seam
 def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start, tmp_path):
     """Two restarts of three are spent; then the agent is killed and started again: one is left."""

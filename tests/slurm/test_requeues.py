@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,26 @@ def test_a_requeue_gives_no_budget_back(training: Training) -> None:
     (training.folder / "go").touch()
     assert job.await_state("FAILED", "COMPLETED")["ExitCode"] == "1:0"
     assert "exit code 1: not requeued" in job.out
+
+
+BROKEN = """
+import os, signal
+if os.environ["SLURMD_NODENAME"] == "n2": os._exit(14)
+if "SLURM_RESTART_COUNT" not in os.environ: signal.pause()
+print("trained", os.environ["SLURMD_NODENAME"], flush=True)
+"""
+
+
+def test_the_next_run_is_without_the_bad_node_alone(tmp_path: Path) -> None:
+    """The first run cannot do without it: it stops after three tries."""
+    with SlurmCluster(3) as cluster, Training(cluster, tmp_path) as training:
+        script = tmp_path / "broken.py"
+        script.write_text(BROKEN)
+        job = training.submit("--nodes=2", "--nodelist=n1,n2", script=(str(script),))
+        job.await_out(r"requeued \(run 1\), without n2\n")
+        cluster.call("scontrol", "update", f"JobId={job.id}", "NodeList=")  # the user's own wish would keep it waiting
+        assert job.await_state("COMPLETED", "FAILED")["ExitCode"] == "0:0"
+        assert sorted(re.findall(r"trained (n\d)", job.out)) == ["n1", "n3"]
 
 
 def test_preemption(training: Training) -> None:

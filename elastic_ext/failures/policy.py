@@ -327,6 +327,8 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         outcome = _cut_again(outcome, diagnosis, past, nodes)
     if len(diagnosis.evidence.differs) > 1:
         outcome = _without_majority(outcome, diagnosis, past)
+    if outcome.response is Response.RESTART_FREE and diagnosis.kind in _OF_LOST_NODES:
+        outcome = _lost_again(outcome, past)
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
         outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
@@ -369,6 +371,19 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     if not missing:
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, BAD_NODE, EX_NODE)
     return replace(outcome, reason=f"{reason}, but {missing}")
+
+
+_OF_LOST_NODES = frozenset({NETWORK, CASCADE})  # kinds of what it does to workers of other nodes
+
+
+def _lost_again(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:
+    """Leave with "try again" after many losses of nodes: a script may bring its hosts down, and each restart is free."""
+    free = [earlier for earlier in past if earlier.kind in _OF_LOST_NODES and not earlier.charged]
+    lost = sum(earlier.progress is False for earlier in free) + 1
+    if lost < MAX_FAILURES_IN_A_ROW:
+        return outcome
+    reason = f"{outcome.reason}; it is loss {lost} of a node without progress: does the script bring its hosts down?"
+    return _Outcome(Response.REQUEUE, outcome.kind, reason, IN_A_ROW, EX_TRY_AGAIN)
 
 
 def _unproven(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> str:

@@ -214,9 +214,10 @@ def _is_torchs(key: str, ours: set[str]) -> bool:
     """Return whether torch reads this key itself: a known one, or one that is new in the installed torch."""
     if key in TORCH_KEYS or key in ours or not key.isidentifier():
         return key in TORCH_KEYS
-    for name in ("c10d_rendezvous_backend", "dynamic_rendezvous"):
-        spec = importlib.util.find_spec(f"torch.distributed.elastic.rendezvous.{name}")
-        if spec is not None and spec.origin and re.search(rf'params\.get\w*\(\s*"{key}"', Path(spec.origin).read_text()):
+    torch = importlib.util.find_spec("torch")  # of a module in it, it would import torch: a minute on a cold file server
+    for folder in torch.submodule_search_locations or () if torch is not None else ():
+        modules = Path(folder, "distributed", "elastic", "rendezvous").glob("[cd]*_rendezvous*.py")  # c10d's and dynamic
+        if any(re.search(rf'params\.get\w*\(\s*"{key}"', module.read_text()) for module in modules):
             logger.info("--rdzv-conf=%s is torch's own, for its own rendezvous; elastic_ext does not need it", key)
             return True
     return False

@@ -2,6 +2,9 @@
 
 import dataclasses
 import os
+import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -149,6 +152,18 @@ def test_a_key_that_a_newer_torch_reads_is_left_to_it(monkeypatch):
     for typo in ("is_hots", "heartbeat", "a.b", ""):
         with pytest.raises(UsageError, match="unknown setting"):
             settings.read({typo: "1"}, {})
+
+
+@pytest.mark.seam
+def test_a_typo_is_found_without_an_import_of_torch():
+    """Which may take a minute, when `doctor` has ten seconds for the settings."""
+    read = (
+        "import sys\nfrom elastic_ext.base import errors, settings\n"
+        "try: settings.read({'checkpoint_dri': 'x'}, {})\nexcept errors.UsageError as error: print(error)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert re.fullmatch(r"unknown setting 'checkpoint_dri'.*'checkpoint_dir'.*\nFalse\n", done.stdout)
 
 
 def test_quotes_from_a_yaml_list_are_named():

@@ -32,12 +32,14 @@ from typing import Any
 
 import jobs
 import measure
-from overhead import EVERY, SCRIPT, cpu_s, scrape
+from overhead import cpu_s, scrape
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.etcd_server import free_port
 
 WORKERS = Path(__file__).parent / "workers"
+SCRIPT = Path(__file__).parent.parent / "entrypoints" / "train_fsdp.py"
+EVERY = 10  # steps between two printed rates
 SIDES = ("quiet", "storm", "control")
 LEAST_RATIO = 0.97  # of the throughput under the storm to that of the control
 MAX_CPU = 0.25  # of a core, of the agent in a storm of 10 s: the server's share and burst, and the agent's own work

@@ -1,5 +1,6 @@
 """The benchmarks run and report what they promise. Their figures are not tested, because those need a quiet machine."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -209,6 +210,11 @@ def test_classification(tmp_path):
     record = result("classification.py", tmp_path, "--repeat=1", "--promise-ms=600000")
     assert len(record["rows"]) == 10
     assert all(0 < row["median_ms"] <= row["max_ms"] for row in record["rows"].values())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in BENCHMARKS.glob("*.py")))
+def test_each_finds_what_it_takes_from_the_others(name):
+    importlib.import_module(name)
 
 
 @pytest.mark.full

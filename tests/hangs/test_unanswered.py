@@ -338,6 +338,7 @@ optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
 optimizer.step()
 dist.barrier()
 print(json.dumps({"rank": dist.get_rank(), "world": dist.get_world_size()}), flush=True)
+dist.barrier()  # the test waits for what each has printed
 if os.environ["ELASTIC_EXT_NODE_NAME"] == ("h0", "h2", "")[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]:
     raise dist.DistBackendError(
         "NCCL error in: ProcessGroupNCCL.cpp:2021, remote process exited or there was a network error\\nLast error:\\n"

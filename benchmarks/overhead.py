@@ -74,17 +74,6 @@ class Look:
     workers: float
 
 
-def look(agent: int) -> Look:
-    beside = workers = 0.0
-    for pid in jobs.descendants(agent):
-        try:
-            is_worker = b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue
-        workers, beside = (workers + cpu_s(pid), beside) if is_worker else (workers, beside + cpu_s(pid))
-    return Look(cpu_s(agent), beside, workers)
-
-
 def scrape(port: int) -> dict[str, float]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
         lines = answer.read().decode().splitlines()
@@ -122,9 +111,8 @@ class Job:
     def begin(self, seconds: float) -> None:
         """Run alone until the first step, and for some seconds more. Raises RuntimeError: there is no step."""
         if not self._began.wait(TIMEOUT_S):
-            self._errors.seek(0)
-            raise RuntimeError(f"{self.side}: no step within {TIMEOUT_S:.0f} s\n{self._errors.read()[-jobs.TAIL :]}")
-        self._ended_within(seconds)
+            raise self._failed(f"no step within {TIMEOUT_S:.0f} s")
+        self._run_for(seconds)
         self._signal(signal.SIGSTOP)
 
     def turn(self, seconds: float, scraped: bool) -> tuple[int, float]:
@@ -133,12 +121,19 @@ class Job:
         self._signal(signal.SIGCONT)
         if scraped:
             scrape(self.port)
-        self._ended_within(began + seconds - time.monotonic())
+        self._run_for(began + seconds - time.monotonic())
         self._signal(signal.SIGSTOP)
         return self.steps - before, time.monotonic() - began
 
     def look(self) -> Look:
-        return look(self._process.pid)
+        beside = workers = 0.0
+        for pid in jobs.descendants(self._process.pid):
+            try:
+                is_worker = b"\0LOCAL_RANK=" in Path(f"/proc/{pid}/environ").read_bytes()
+            except OSError:
+                continue
+            workers, beside = (workers + cpu_s(pid), beside) if is_worker else (workers, beside + cpu_s(pid))
+        return Look(cpu_s(self._process.pid), beside, workers)
 
     def standby_mb(self) -> float | None:
         """Memory of a standby; None: there are none. The job must be running."""
@@ -149,13 +144,16 @@ class Job:
     def resumed(self) -> None:
         self._signal(signal.SIGCONT)
 
-    def _ended_within(self, seconds: float) -> None:
+    def _run_for(self, seconds: float) -> None:
         try:
             code = self._process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
             return
+        raise self._failed(f"exit code {code}, expected it to run")
+
+    def _failed(self, how: str) -> RuntimeError:
         self._errors.seek(0)
-        raise RuntimeError(f"{self.side}: exit code {code}, expected it to run\n{self._errors.read()[-jobs.TAIL :]}")
+        return RuntimeError(f"{self.side}: {how}\n{self._errors.read()[-jobs.TAIL :]}")
 
     def _signal(self, sig: signal.Signals) -> None:
         """The agent is stopped first and resumed last: it never sees its workers stand still."""
@@ -172,18 +170,9 @@ def running(side: str) -> Iterator[Job]:
     """A job of a side, killed at the end."""
     port = free_port()
     with tempfile.TemporaryDirectory() as directory, open(Path(directory, "errors"), "w+") as errors:
-        command = [
-            *(
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                *jobs.AGENTS[SIDES[side]],
-                f"--nproc-per-node={WORKERS}",
-                str(SCRIPT),
-            ),
-            *("--checkpoint-dir", str(Path(directory, "checkpoints")), "--log-every=1", "--save-every=100000000"),
-            *("--epochs=1000000", "--max-steps=100000000"),
-        ]
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[SIDES[side]], f"--nproc-per-node={WORKERS}")
+        saves = ("--checkpoint-dir", str(Path(directory, "checkpoints")), "--save-every=100000000")
+        command = [*torchrun, str(SCRIPT), *saves, "--log-every=1", "--epochs=1000000", "--max-steps=100000000"]
         env = jobs.environment(**settings(side, directory, port))
         process = subprocess.Popen(command, cwd=directory, env=env, stdout=subprocess.PIPE, stderr=errors, text=True)
         try:
@@ -204,12 +193,12 @@ class Turns:
         return self.steps[side] / self.seconds[side]
 
 
-def block(running: Sequence[Job], rounds: int, turn_s: float) -> Turns:
+def block(started: Sequence[Job], rounds: int, turn_s: float) -> Turns:
     """Let each job run in turns. In each round another one begins."""
     steps, seconds = dict.fromkeys(SIDES, 0), dict.fromkeys(SIDES, 0.0)
     for number in range(rounds):
-        first = number % len(running)
-        for job in [*running[first:], *running[:first]]:
+        first = number % len(started)
+        for job in [*started[first:], *started[:first]]:
             is_ours = job.side == "ours"
             done, took_s = job.turn(OURS * turn_s if is_ours else turn_s, scraped=is_ours and number % SCRAPED == 0)
             steps[job.side] += done

@@ -75,10 +75,12 @@ class World:
 
     # The store.
 
-    def set_up_store(self, revision: int = 1) -> None:
-        """Begin with an empty store at this revision, in place of the one before."""
-        self.store = Keyspace()
-        self.store.revision = self.store.compacted = self._announced = revision
+    def set_up_store(self, revision: int = 1, store: Keyspace | None = None) -> None:
+        """Begin with an empty store at this revision, or with this one, in place of the one before."""
+        self.store = store or Keyspace()
+        if store is None:
+            self.store.revision = self.store.compacted = revision
+        self._announced = self.store.revision
         for client in self.clients:
             client.watches.broke()
 

@@ -28,6 +28,7 @@ from elastic_ext.failures.rules import (
     RERUN_CODES,
     RULES,
     STOP_REQUESTED,
+    WATCHDOG_ENDS_IT,
     XIDS_ANNOTATE,
     EvidenceView,
     Rule,
@@ -43,12 +44,6 @@ _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 
 # These signals come from outside Python, so a traceback on stderr may not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
-# Printed by a thread of ProcessGroupNCCL that aborts the process. A script has survived any traceback before it, such as that of
-# a tracker's thread: else its error file would name the exception.
-_WATCHDOG_ENDS_IT = (
-    "Watchdog caught collective operation timeout", "an instance of 'c10::DistBackendError'",
-    "Terminating the process after attempting to dump debug info",
-)  # fmt: skip
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
 _BEHIND_A_SIGNAL = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a signal can come from
@@ -84,8 +79,10 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
     """Return the meaning of one worker's failure. Never raises; takes a few milliseconds at most."""
     # A script that leaves by sys.exit("text") has printed the error before.
     recorded = evidence.exception is not None and evidence.exception.type != "SystemExit"
-    evidence = _completed(evidence)
-    rule = _first_match(evidence, recorded, user_rules)
+    evidence = _with_signal(evidence)
+    of_watchdog = _words_of_watchdog(evidence)
+    evidence = _completed(evidence, ended_by_script=not of_watchdog)
+    rule = _first_match(evidence, recorded, of_watchdog, user_rules)
     return Diagnosis(
         rule.kind,
         rule.response,
@@ -110,8 +107,8 @@ def _fingerprint(evidence: Evidence, rule: str) -> str:
     return of_exit(rule, ended_by(evidence))
 
 
-def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRule]) -> Rule | UserRule:
-    """recorded: the script's exception is known for sure, rather than found on stderr."""
+def _first_match(evidence: Evidence, recorded: bool, of_watchdog: str, user_rules: Iterable[UserRule]) -> Rule | UserRule:
+    """recorded: the script's exception is known for sure, rather than found on stderr. of_watchdog: see `_words_of_watchdog`."""
     exception = evidence.exception
     names = exception_names(exception)
     signal_name = worker_signal(evidence)
@@ -143,15 +140,17 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
         return found
     if tail or not exception:
         printed_too = replace(everything, exception_names=frozenset())
-        if found := _first(printed_too, _rules_for_stderr(evidence, recorded or _ended_by_watchdog(evidence, tail))):
-            return found
+        last_words = replace(printed_too, text=SearchText(of_watchdog)) if of_watchdog else printed_too
+        for rule in _rules_for_stderr(evidence, recorded):
+            if rule.matches(last_words if rule.survivable else printed_too):
+                return rule
     return next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
 
 
 def _rules_for_stderr(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
     """Return the rules that the end of stderr can match. Scripts print much and go on, so that alone stops no job.
 
-    recorded: see `_first_match`; or a watchdog ended it.
+    recorded: see `_first_match`.
     """
     ended_otherwise = worker_signal(evidence) in _NOT_RAISED or evidence.exit_code == EX_TRY_AGAIN
     for rule in _BY_TIER[PROGRAM_OUTPUT]:
@@ -189,24 +188,38 @@ def _ends(message: str) -> str:
     return message if len(message) <= MAX_MESSAGE else f"{message[: MAX_MESSAGE // 2]}\n{message[-MAX_MESSAGE // 2 :]}"
 
 
-def _completed(evidence: Evidence) -> Evidence:
-    """Turn a subprocess's negative exit code into a signal, and add the exception if only stderr shows it."""
+def _with_signal(evidence: Evidence) -> Evidence:
+    """Turn a subprocess's negative exit code into a signal."""
     if evidence.exit_code is not None and evidence.exit_code < 0 and evidence.signal is None:
-        evidence = replace(evidence, exit_code=None, signal=signal_name(-evidence.exit_code))
+        return replace(evidence, exit_code=None, signal=signal_name(-evidence.exit_code))
+    return evidence
+
+
+def _completed(evidence: Evidence, ended_by_script: bool) -> Evidence:
+    """Add the exception if only stderr shows it. ended_by_script: else the script has survived what it printed."""
     exception = evidence.exception
     if (exception is None or not exception.wrapped) and worker_signal(evidence) not in _NOT_RAISED:
-        tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
-        found = last_exception(tail)
-        if found and exception is None and not _ended_by_watchdog(evidence, tail):
+        found = last_exception(_of_script(evidence.stderr_tail[-MAX_TEXT:]))
+        if found and exception is None and ended_by_script:
             evidence = replace(evidence, exception=found)
         elif found and exception and _bare(found.type) == _bare(exception.type):  # torch's own error file has no causes
             evidence = replace(evidence, exception=replace(exception, wrapped=found.wrapped))
     return evidence
 
 
-def _ended_by_watchdog(evidence: Evidence, tail: str) -> bool:
+def _words_of_watchdog(evidence: Evidence) -> str:
+    """Return the end of stderr, from where a thread of ProcessGroupNCCL says that it aborts the process; "" if none does.
+
+    The script has survived any traceback before it, such as that of a tracker's thread: else its error file would name the
+    exception.
+    """
+    if worker_signal(evidence) != "SIGABRT":
+        return ""
+    tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
     behind = tail[max(tail.rfind(HEADER), 0) :]
-    return worker_signal(evidence) == "SIGABRT" and any(text in behind for text in _WATCHDOG_ENDS_IT)
+    lower = SearchText(behind).ascii  # as long as `behind`
+    at = next((found for text in WATCHDOG_ENDS_IT if (found := lower.find(text)) >= 0), -1)
+    return behind[at:] if at >= 0 else ""
 
 
 def _bare(name: str) -> str:

@@ -30,6 +30,7 @@ from elastic_ext.failures.evidence import WAITS, Precedent
 from elastic_ext.failures.rules import (
     ACCESS,
     CUT_RULE,
+    DAMAGED,
     ELSEWHERE,
     HANG_RULE,
     HARDWARE_EVIDENCE,
@@ -347,18 +348,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         reason = f"{outcome.reason}; the same failure occurred {len(same) + 1} times, only on node {diagnosis.evidence.node}"
         return _Outcome(Response.REPLACE_NODE, outcome.kind, reason, SAME_NODE, EX_NODE)
     if surely_stuck + 1 >= MAX_SAME_FAILURES and outcome.kind != PREEMPTION:
-        at_one_step = (diagnosis.evidence.step or 0) >= LEAST_STEPS and all(each.same_step for each in same)
-        bug = diagnosis.rule in PEERS and at_one_step  # one rank has fewer batches than the others, say
-        trained = diagnosis.evidence.first_step_done or any(each.first_step_done for each in past)
-        worked = diagnosis.rule == NETWORK_RULE and trained and not at_one_step  # so the name is right
-        inside = diagnosis.rule in PEERS and nodes.at_failure == 1  # all peers are on this host, so no network is to blame
-        away = (worked or diagnosis.rule in AWAY) and not (bug or inside)
-        one_node = diagnosis.evidence.node is not None and all(each.node == diagnosis.evidence.node for each in same)
-        of_hardware = outcome.kind == HARDWARE and (diagnosis.tier == HARDWARE_EVIDENCE or one_node)
-        exit_code = EX_TRY_AGAIN if away else EX_NODE if of_hardware else EX_FAILED
-        reason = f"{outcome.reason}; the same failure occurred {surely_stuck + 1} times without progress"
-        reason += ", always at the same step, as with a bug (do all ranks make as many steps?)" if bug else ""
-        return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
+        return _at_ceiling(outcome, diagnosis, same, past, nodes)
     row = [earlier for earlier in past if earlier.charged and earlier.progress is False]
     if len(row) + 1 >= MAX_FAILURES_IN_A_ROW and outcome.kind != PREEMPTION:
         outside = sum(kind in (STORAGE, NETWORK) for kind in (outcome.kind, *(earlier.kind for earlier in row)))
@@ -384,6 +374,29 @@ def _lost_again(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:
         return outcome
     reason = f"{outcome.reason}; it is loss {lost} of a node without progress: does the script bring its hosts down?"
     return _Outcome(Response.REQUEUE, outcome.kind, reason, IN_A_ROW, EX_TRY_AGAIN)
+
+
+def _at_ceiling(
+    outcome: _Outcome, diagnosis: Diagnosis, same: Sequence[Precedent], past: Sequence[Precedent], nodes: Nodes
+) -> _Outcome:
+    """Stop for the same failure MAX_SAME_FAILURES times without progress. same: see `_only_here`."""
+    evidence, rule = diagnosis.evidence, diagnosis.rule
+    at_one_step = (evidence.step or 0) >= LEAST_STEPS and all(each.same_step for each in same)
+    trained = evidence.first_step_done or any(each.first_step_done for each in past)
+    one_node = evidence.node is not None and all(each.node == evidence.node for each in same)
+    bug = rule in PEERS and at_one_step  # one rank has fewer batches than the others, say
+    inside = rule in PEERS and nodes.at_failure == 1  # all peers are on this host, so no network is to blame
+    worked = rule == NETWORK_RULE and trained and not at_one_step  # so the name is right
+    codes = (
+        (bug or inside, EX_FAILED),
+        (worked or rule in AWAY, EX_TRY_AGAIN),
+        (outcome.kind == HARDWARE and (diagnosis.tier == HARDWARE_EVIDENCE or one_node), EX_NODE),
+    )
+    exit_code = next((code for holds, code in codes if holds), EX_FAILED)
+    times = sum(earlier.progress is False for earlier in same) + 1
+    reason = f"{outcome.reason}; the same failure occurred {times} times without progress"
+    reason += ", always at the same step, as with a bug (do all ranks make as many steps?)" if bug else ""
+    return _Outcome(Response.STOP, outcome.kind, reason, CEILING, exit_code)
 
 
 def _unproven(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> str:
@@ -434,7 +447,7 @@ def _place_counts(diagnosis: Diagnosis, nodes: Nodes) -> bool:
     several = evidence.cut or evidence.shared or len(evidence.differs) > 1  # for a cut, see `_in_all_cuts`
     outage = evidence.before_first_step and rule in SPREAD_S and rule not in (NO_EVIDENCE, MOUNT)
     known = evidence.node is not None and not nodes.only_one and not several
-    return known and not outage and rule not in OF_SCRIPT and rule not in ELSEWHERE
+    return known and not outage and rule not in OF_SCRIPT | DAMAGED | ELSEWHERE
 
 
 def _as_code_does(diagnosis: Diagnosis, same: Sequence[Precedent]) -> bool:

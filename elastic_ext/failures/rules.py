@@ -162,8 +162,9 @@ ILL_STORAGE = frozenset(
      "storage-reset"}
 )  # fmt: skip
 # What a script raises wherever it runs: twice on one node is a bug, as it is on two.
-# A damaged checkpoint may be read by rank 0 alone, and ranks do not move while an older one is tried.
-OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT, "checkpoint-broken", "checkpoint-checksum"})
+OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT})
+# Rank 0 alone may read it, and ranks do not move while an older one is tried: no node is to blame.
+DAMAGED = frozenset({"checkpoint-broken", "checkpoint-checksum"})
 MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
@@ -245,7 +246,7 @@ _REFUSED_TEXTS: tuple[Text, ...] = (
     "determine credentials",
     "anonymous caller does not have", "gated repo", "repository not found", "not a valid model identifier",
     "does not appear to have a file named", "invalid username or password", "api_key not configured", "no api key configured",
-    "invalid api key",
+    "invalid api key", "service error: the bucket does not exist", "service error: the key does not exist",
     "outgoing traffic has been disabled", "offline mode is enabled",
 )  # fmt: skip
 _EXPIRED: tuple[Text, ...] = ("expiredtoken", ("token", "expired"), ("credentials", "expired"))
@@ -493,6 +494,11 @@ _CACHES = (
     "/.triton/", "/torchinductor_", "/torch_extensions/", "/.cache/", ".incomplete", "/index-cache/", "_idx.npy", "_index.npy",
 )  # fmt: skip
 _NOT_AS_EXPECTED = ("no such file or directory", "failed to open local file", "file exists", "directory not empty")
+# Of a thread of ProcessGroupNCCL that aborts the process, its very last words first.
+WATCHDOG_ENDS_IT = (
+    "c10::distbackenderror", "terminating the process after attempting to dump debug info",
+    "watchdog caught collective operation timeout",
+)  # fmt: skip
 _AT_START = "before the first optimizer step: it would recur on every try"
 
 TIER_3 = (
@@ -617,15 +623,14 @@ TIER_3 = (
     _program("peer-gone", CASCADE, Response.FOLLOW,
          "a peer disappeared during a collective, or did not come in time; the cause is elsewhere", "T",
          exceptions=_names("DistBackendError DistStoreError"),
-         texts=("watchdog caught collective operation timeout", "remote process exited or there was",
+         texts=(*WATCHDOG_ENDS_IT, "remote process exited or there was",
                 ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
                 "heartbeat monitor timed out", "watchdog got stuck for",
-                "dump signal due to a collective timeout", "dump debug info, due to collective timeout",
-                "transport retry count exceeded", "hccl function error",
+                "dump signal due to a collective timeout", "transport retry count exceeded", "hccl function error",
                 "application timeout caused pair closure",  # of gloo, in each operation after one that has timed out
                 ("ei0002", "notify register"), ("ei0006", "getting socket times out"),  # HCCL: a peer did not answer in time
-                "nccl communicator was aborted", "c10::distbackenderror")),
+                "nccl communicator was aborted")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection, survivable=True),
     _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",

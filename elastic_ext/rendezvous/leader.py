@@ -12,11 +12,11 @@ import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, LeaseLost, Put, Snapshot, Watch, unchanged
-from elastic_ext.etcd.values import KeyValue, Op, Reading
+from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.failures.joint_evidence import Comparison
 from elastic_ext.failures.ledger import decode_verdict
@@ -78,7 +78,7 @@ class Leader:
         self._look_posted = False  # a look at the events is already queued: one for many events
         self._members = Members(context, header, outage)
         self._members.load()  # first: if it fails, this object is created again, and nothing would close the watches
-        self._records = NodeRecords(context, self._post_look, self._on_member_of_lost_round)
+        self._records = NodeRecords(context, created, self._post_look, self._on_member_of_lost_round)
         self._upkeep = JobUpkeep(context, header, restore)
 
     def close(self) -> None:
@@ -94,13 +94,15 @@ class Leader:
         if self._header.value.round == 0:
             self._outage.expect_members()
 
-    def act(self, now: float) -> float:
-        """Do all that there is to do; return the monotonic time of the next look."""
+    def act(self, now: float) -> float | None:
+        """Do all that there is to do; return the monotonic time of the next look, or None: another node came before this one."""
         if now < self._rests_until:
             return self._rests_until
         self._look_posted = False  # before the events are read: later events post another look
         self._upkeep.renew(now)
         self._records.read(now)
+        if self._records.any_before:
+            return None
         header = self._header
         if header.unreadable:
             self.write_header(header.value)
@@ -352,9 +354,16 @@ class Members:
 class NodeRecords:
     """The records, kept up to date by a watch. For the rendezvous thread."""
 
-    def __init__(self, context: NodeContext, on_event: Callable[[], None], on_member_of_lost_round: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        context: NodeContext,
+        created: int,
+        on_event: Callable[[], None],
+        on_member_of_lost_round: Callable[[], None],
+    ) -> None:
         """
         Args:
+            created: create revision of the leader's key.
             on_event: called from any thread when `read` has something to read.
             on_member_of_lost_round: called when a node comes whose record says that it is in a round.
         """
@@ -363,7 +372,7 @@ class NodeRecords:
         self.written: dict[str, int] = {}  # revision of each node's record, by id
         self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
         self.comparison = Comparison()  # of what their workers have hashed of their replicas
-        self._context = context
+        self._context, self._created = context, created
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
         self._known: dict[str, tuple[Node, int]] = {}  # the last readable record of each node, and its lease
@@ -384,6 +393,11 @@ class NodeRecords:
                 elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
                     self.nodes.pop(id_, None)
                     self._known.pop(id_, None)
+
+    @property
+    def any_before(self) -> bool:
+        """Whether another node has an older key than the leader: one of a backup, or that a stranger wrote first."""
+        return any(self.joined[id_] < self._created for id_ in self.nodes)
 
     def _put(self, kv: KeyValue, now: float) -> None:
         """Take in a node's record, or what somebody else has put there: that is no node."""
@@ -471,15 +485,15 @@ class Election:
         self._lead = lead
         self.leader: Leader | None = None
         self._predecessor: Watch | None = None
-        self._to_follow: tuple[str, int] | None = None  # key of the predecessor, and a revision at which it existed
+        self._to_follow: str | None = None  # key of the predecessor, until it is watched
         self._doubt_until: float | None = None  # its record was overwritten, and nobody has put it back
 
     def find_predecessor(self, last: KeyValue | None = None) -> None:
         """Lead if no node came before this one; otherwise watch the last one that did (as in etcd's client/v3/concurrency).
 
-        Asking etcd for it makes etcd sort all nodes. `last` names it for free: a node that existed when this one was created,
-        since that key is under the lease of the node that it names. A node whose own key is gone does neither: its key is
-        written again, and then this is called again.
+        Asking etcd for it makes etcd sort all nodes. `last` names it for free: a node that lived when this one was created,
+        since that key is under the lease of the node that it names. A node whose own key is gone does neither, until the key is
+        written again, or is back with the store.
         """
         if self._registration.node is None:
             return None  # it has left meanwhile
@@ -487,17 +501,16 @@ class Election:
         if last is not None and last.lease_id:  # without a lease, somebody else has written it
             key = self._context.keys.node(last.text)
             if key != self._context.own_key and self._names_node(key.encode()):
-                self._to_follow = (key, self._registration.created)
+                self._to_follow = key
                 # Later, or once this node is in a round: forming the round comes first.
                 return self._context.tasks.wake_at(self._context.tasks.now() + FOLLOW_S)
         created, newest = self._registration.created, self._nodes_until_own()
-        if not any(kv.create_revision == created and kv.key.decode() == self._context.own_key for kv in newest.kvs):
-            return None
-        before = [kv for kv in newest.kvs if kv.create_revision < created and self._is_node(kv)]
+        if not any(kv.create_revision == created and kv.key.decode() == self._context.own_key for kv in newest):
+            return self._context.tasks.retry(self._find_again)
+        before = [kv for kv in newest if kv.create_revision < created and self._is_node(kv)]
         if before:
-            last = max(before, key=lambda kv: kv.create_revision)
-            self._to_follow = (last.key.decode(), newest.revision)
-            return self.follow()
+            self._to_follow = max(before, key=lambda kv: kv.create_revision).key.decode()
+            return self._context.tasks.run(self.follow)
         self.leader = self._lead()
         logger.info("node %s leads the rendezvous", self._context.config.node_id)
         return self._context.tasks.run(self._context.tasks.on_timer)  # retried on its own: what leads once leads on
@@ -515,50 +528,62 @@ class Election:
         """Take the leader's look; on any other node, begin to watch the predecessor, or look for another one."""
         tasks = self._context.tasks
         if self.leader is not None:
-            tasks.wake_at(self.leader.act(tasks.now()))
+            at = self.leader.act(tasks.now())
+            if at is not None:
+                tasks.wake_at(at)
+            else:
+                self._look_again()
         elif self._doubt_until is not None and self._doubt_until <= tasks.now():
-            self._forget()
-            tasks.run(self._find_again)
+            self._look_again()
         else:
             self.follow()
 
+    def _look_again(self) -> None:
+        self._forget()
+        self._context.tasks.run(self._find_again)
+
     def follow(self) -> None:
         """Begin to watch the predecessor, unless that has been done."""
-        if self._to_follow is None or self._registration.node is None:
+        key, tasks = self._to_follow, self._context.tasks
+        if key is None or self._registration.node is None:
             return
-        (key, revision), self._to_follow = self._to_follow, None
-        tasks = self._context.tasks
+        # Of a node that is dead, somebody may have deleted or overwritten the key before this node was created.
+        found = self._context.client.get(key)
+        self._to_follow = None
         watch = self._predecessor = Watch(
             self._context.client,
             key,
-            start_revision=revision + 1,
+            start_revision=found.revision + 1,
             callback=lambda item: tasks.post(lambda: self._on_predecessor(item) if watch is self._predecessor else None),
         )
+        self._heed([found.kv])
 
     def _on_predecessor(self, item: Item) -> None:
-        """Handle the end of the predecessor: it is gone, or has registered again and is no longer the predecessor.
+        events = item.events if isinstance(item, Batch) else ()
+        self._heed([event.kv if event.kind == "put" else None for event in events] or [None])
+
+    def _heed(self, records: Sequence[KeyValue | None]) -> None:
+        """Handle the end of the predecessor: it is gone (None), or has registered again and is no longer the predecessor.
 
         One whose record was overwritten has the time of a lease: the leader puts the record back, unless it was the leader's own.
         """
-        if not isinstance(item, Batch) or any(
-            event.kind == "delete" or event.kv.create_revision > self._registration.created for event in item.events
-        ):
-            self._forget()
-            self._context.tasks.run(self._find_again)
-        elif self._is_node(item.events[-1].kv):
+        newest = records[-1]
+        if newest is None or any(kv is None or kv.create_revision > self._registration.created for kv in records):
+            self._look_again()
+        elif self._is_node(newest):
             self._doubt_until = None
         else:
             self._doubt_until = self._context.tasks.now() + self._context.config.lease_ttl_s
             self._context.tasks.wake_at(self._doubt_until)
 
-    def _nodes_until_own(self) -> Reading:
+    def _nodes_until_own(self) -> Sequence[KeyValue]:
         """Read this node's key and the one created last before it.
 
         A key that holds no node leads nobody: then read all keys to find one that does.
         """
         folder, client = self._context.keys.nodes, self._context.client
-        found = client.last_created(folder, self._registration.created, limit=2)
-        return found if all(self._is_node(kv) for kv in found.kvs) else client.get_prefix(folder)
+        found = client.last_created(folder, self._registration.created, limit=2).kvs
+        return found if all(self._is_node(kv) for kv in found) else client.get_prefix(folder).kvs
 
     def _is_node(self, kv: KeyValue) -> bool:
         return self._names_node(kv.key) and self._context.reader.node(kv) is not None

@@ -148,8 +148,9 @@ ROWS = [
     ("access-refused-at-start", "code", "stop",
      *(raised("ClientError", text, first_step_done=False) for text in ("An error occurred (403)", "HTTP 401", "AccessDenied")),
      raised("NoCredentialsError", "m", first_step_done=False),
-     raised("s3torchconnectorclient._mountpoint_s3_client.S3Exception", "Client error: No signing credentials found",
-            first_step_done=False)),
+     *(raised("s3torchconnectorclient._mountpoint_s3_client.S3Exception", text, first_step_done=False) for text in (
+        "Client error: No signing credentials found", "Service error: The bucket does not exist",
+        "Service error: The key does not exist"))),
     ("access-refused", "code", "confirm", raised("NoCredentialsError"), raised("HTTPError", "403 Client Error: Forbidden")),
     ("service-unreachable", "network", "restart", raised("requests.exceptions.ChunkedEncodingError", "m"),
      raised("httpx.ConnectError", "m"), raised("OSError", "We couldn't connect to 'https://x' to load this file")),
@@ -392,6 +393,21 @@ def test_what_a_script_survived_does_not_explain_the_abort_of_a_watchdog(printed
     for words in (WATCHDOG, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL", "x\n" + IGNORED + WATCHDOG):
         assert classify(wrote(f"{printed}\n{words}")).rule == "peer-gone"
     assert classify(wrote(printed)).rule != "peer-gone"
+
+
+@pytest.mark.parametrize(
+    ("what", "rule"),
+    [
+        ("CUDA error: unknown error", "gpu-not-ready"),
+        ("NCCL error: unhandled system error\nLast error:\nCall to socket failed : Too many open files", "host-limit"),
+        ("CUDA error: an illegal memory access was encountered", "gpu-access"),
+    ],
+)
+@pytest.mark.parametrize("printed", ["step 1\n", "loss is nan, skipping step\n", f"{IGNORED}step 2\n"])
+def test_the_last_words_of_a_watchdog_explain_its_abort(printed, what, rule):
+    """They may be those of a call that failed in it, which no script has survived."""
+    words = f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 3] {what}\n"
+    assert classify(wrote(f"{printed}[Rank 3] watchdog thread terminated with exception: {what}\n{words}")).rule == rule
 
 
 def test_the_error_file_wins_over_stderr_and_a_known_exception_over_other_text():

@@ -238,6 +238,41 @@ def test_a_link_cut_during_the_election_delays_it():
     assert few.leader() == "b"
 
 
+@pytest.mark.parametrize("content", [None, "{}"], ids=["deleted", "overwritten"])
+def test_a_dead_nodes_record_is_gone_before_the_next_one_enters(content):
+    """Its lease is not over: `last` still names it to the new node, and nothing more happens to its record."""
+    few = Few("a", Limits(1, 1, 0.0))
+    few.nodes["a"].kill()
+    few.client.delete(KEYS.node("a")) if content is None else few.client.put(KEYS.node("a"), content)
+    few.nodes["b"] = few.add("b")
+    few.world.run(3 * TTL_S)
+    assert few.leader() == "b"
+
+
+def test_a_node_whose_key_is_older_than_the_leaders_leads():
+    """Somebody had written it before, so that the node comes first, though the other one leads already."""
+    few = Few("", Limits(2, 2, 0.0), joined=False)
+    few.client.put(KEYS.node("b"), "{}")
+    few.nodes = {name: few.add(name) for name in "ab"}
+    few.until_round(1)
+    few.world.run(5.0)
+    assert few.leader() == "b"
+
+
+def test_the_store_comes_back_after_a_node_has_missed_its_key():
+    """The key is back as it was, so the node does not write it again, and nothing else has it look again."""
+    few = Few("ab", Limits(1, 2, 5.0))
+    few.world.run(5.0)
+    store = few.world.store
+    few.nodes["b"].client.after("get the last of", lambda: few.world.set_up_store(store=store))
+    few.world.set_up_store()
+    few.world.until(lambda: few.world.store is store)
+    few.world.run(TTL_S)
+    few.nodes["a"].kill()
+    few.world.run(3 * TTL_S)
+    assert few.leader() == "b"
+
+
 def test_a_node_registered_again_does_not_lead_yet():
     """Others may have registered before. All stood still, say: then each of them has led for a moment."""
     few = one()

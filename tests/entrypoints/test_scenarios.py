@@ -368,7 +368,7 @@ def test_a_node_joins_at_the_next_checkpoint(nodes: Nodes) -> None:
 
     Method: two nodes train; a third one starts; a checkpoint is saved every 300 steps, a second or more.
     Observation: a round of 2 ranks is followed by one of 3, which begins at the first checkpoint that was saved after the node
-    came: all that is trained again are the steps since that one, fewer than 300.
+    came: all that is trained again are the steps since that one, 300 at most.
     """
     conf, flags = "grow_at=checkpoint", ("--save-every=300",)
     first = nodes.start_all("ab", "2:3", *flags, conf=f"{conf},last_call=10")
@@ -383,4 +383,4 @@ def test_a_node_joins_at_the_next_checkpoint(nodes: Nodes) -> None:
     saved_since = [int(each) for each in re.findall(SAVED, of_two.removeprefix(earlier))]
     assert saved_since[-1:] == [step]
     assert len(re.findall(SAVED, of_two[len(known) :])) <= 2  # one, or one more that was under way when the agent heard of it
-    assert step <= losses(of_two)[-1][0] < step + 300
+    assert step <= losses(of_two)[-1][0] <= step + 300  # the save after so many may have begun

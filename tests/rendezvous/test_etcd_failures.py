@@ -18,7 +18,7 @@ from elastic_ext.etcd import Delete, Put
 from elastic_ext.failures import ledger as job_records
 from elastic_ext.rendezvous.keys import JobKeys
 from tests.etcd_client import EtcdClient
-from tests.jobs import AGENT, TORCHRUN, Job, wait_gone
+from tests.jobs import AGENT, TORCHRUN, Gate, Job, wait_gone
 from tests.rendezvous.test_etcd_jobs import GLOO, Nodes, Store, reports, seen, wait_for_nodes
 from tests.telemetry.test_families import URL, scrape
 
@@ -123,7 +123,12 @@ def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start, tmp_path):
 def test_the_budget_is_the_jobs_whoever_fails(store, start, tmp_path):
     """Two restarts, spent by two nodes; the third failure, on a third node, stops all, with one verdict."""
     faults = {"a": "exit3:0", "b": "exit4:1", "c": "exit5:2"}
-    jobs = [start(name, store, "3", fault, ELASTIC_EXT_MAX_RESTARTS="2") for name, fault in faults.items()]
+    gates, prefix = [Gate(tmp_path / f"faults{attempt}") for attempt in range(3)], str(tmp_path / "faults")
+    jobs = [start(name, store, "3", each, ELASTIC_EXT_MAX_RESTARTS="2", FAULTS=prefix) for name, each in faults.items()]
+    for attempt, gate in enumerate(gates):
+        for job in jobs:  # a node that has started nothing in a round hears of no failure in it
+            job.wait_for(seen(3, attempt))
+        gate.open()
     done = [job.finish() for job in jobs]
     assert [each.returncode for each in done] == [1, 1, 1], [each.err for each in done]
     verdict, *others = verdicts(tmp_path, "abc")

@@ -1,7 +1,8 @@
 """A job without collectives whose nodes come and go: each worker says where it is and waits until the test lets go of $GATE.
 
 elastic_job.py [FAULT:ATTEMPT]      bug: an error that comes back on every try; deaf: SIGTERM does not end it;
-                                    segv: crash; segvN: rank N crashes; exitN: exit with this code
+                                    segv: crash; segvN: rank N crashes; exitN: exit with this code,
+                                    once the test lets go of $FAULTS followed by the attempt, if that is set
 """
 
 import fcntl
@@ -29,6 +30,9 @@ if not faults.isdisjoint({"segv", f"segv{report['rank']}"}):
     os.kill(os.getpid(), signal.SIGSEGV)
 for fault in faults:
     if fault.startswith("exit"):
+        if "FAULTS" in env:
+            with open(f"{env['FAULTS']}{report['attempt']}") as gate:
+                fcntl.flock(gate, fcntl.LOCK_SH)
         os._exit(int(fault[4:]))
 if "bug" in faults:
     raise NameError("a bug on one node")

@@ -22,9 +22,10 @@ from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.lateness import straggler
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.resume import MemoryCopies
+from elastic_ext.base import threads
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import Start
-from elastic_ext.base.wakeup import Wakeup, held, raise_again
+from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.failures.ledger import JobVerdict
@@ -326,9 +327,9 @@ class JobCompanions:
             finally:
                 self.reaper.close(clean)
         finally:
-            with held() as received:
+            with threads.held() as received:
                 self._report_end(well, min(limit_s, kill_at - time.monotonic()))
-        raise_again(received)  # unless this agent ends by an exception anyway
+        threads.raise_again(received)  # unless this agent ends by an exception anyway
         return left
 
     def _end_starts_and_copies(self, copy_s: float | None) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
-from elastic_ext.base import log_records, round_store
+from elastic_ext.base import log_records, threads
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.files import write_whole
 from elastic_ext.base.printable import redacted
@@ -137,13 +137,13 @@ def end(code: int) -> NoReturn:
     """End the process with this code, after threads and exit handlers.
 
     A launcher does not take its modules apart, which with torch lasts a quarter of a second: nothing of its own is still open. So
-    it need not wait for calls to a store either (`round_store.StoreCall`).
+    it need not wait for calls to a store either (`threads.StoreCall`).
     Any other program may have libraries to end, and a tracer results to save: there the interpreter ends the process.
     """
     job.succeeded = False  # or an exit handler would end it with 0
     if not _may_end_at_once():
         raise SystemExit(code)  # the interpreter honors SystemExit even in an excepthook
-    atexit.unregister(round_store.await_calls)
+    atexit.unregister(threads.await_calls)
     try:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):

@@ -22,10 +22,10 @@ from elastic_ext.agent import exits, launch, verdicts
 from elastic_ext.agent.companion import Companion, EndLimit, LocalWorkers
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import FailedWorker
+from elastic_ext.base import threads
 from elastic_ext.base.errors import NodeDrained, NodeRefused
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.wakeup import held, raise_again
 from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryTrace, Source
 from elastic_ext.events.output import Events, Spans
 from elastic_ext.failures.ledger import JobVerdict
@@ -83,12 +83,12 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with held() as received:
+        with threads.held() as received:
             self.end(error)
             self.events.close(self.end_limit.left_s())
             self._spans.close(self.end_limit.left_s())
         if error is None:
-            raise_again(received)
+            threads.raise_again(received)
 
     def end(self, error: BaseException | None) -> None:
         """Report that the agent ends, and why. A second call does nothing."""

@@ -22,11 +22,11 @@ from types import FrameType
 
 from elastic_ext.agent import exits
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.base import round_store
+from elastic_ext.base import round_store, threads
 from elastic_ext.base.printable import shown
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import ends_agent, reraise_signals
-from elastic_ext.base.wakeup import Wakeup, held, raise_again
+from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures import slurm
@@ -181,11 +181,11 @@ class SavesOnDemand(Companion):
             self._acks.put(each)
         self._shown = number
         if self._thread is None:  # a store that hangs must not block the loop
-            thread = round_store.StoreCall(target=self._acknowledge, name="elastic_ext-save", daemon=True)
-            with held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
+            thread = threads.StoreCall(target=self._acknowledge, name="elastic_ext-save", daemon=True)
+            with threads.held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
                 thread.start()
                 self._thread = thread
-            raise_again(received)
+            threads.raise_again(received)
 
     def _acknowledge(self) -> None:
         store = None

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.agent import exits, verdicts
 from elastic_ext.agent.companion import LEAST_S, Companion, LocalWorkers
+from elastic_ext.base import threads
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.printable import cut
@@ -69,12 +70,10 @@ class JobView:
         self._wanted = self._closing = self._new_state = False
         self._fault = ""
         node.on_state = self._on_state
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="elastic_ext-status", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # a limit on threads
-            logger.warning("status: this agent does not show the other nodes, and they do not show this one: %s", error)
-            self._thread, self._fault = None, str(error)
+        text = "status: this agent does not show the other nodes, and they do not show this one: %s"
+        self._thread = threads.started(self._run, "elastic_ext-status", logger.warning, text)
+        if self._thread is None:
+            self._fault = "no thread can be started"
 
     def close(self, left_s: float, last_look: bool = False) -> None:
         """Report this node for the last time, for at most left_s. last_look: a viewer may still ask for the job."""

@@ -16,7 +16,6 @@ import selectors
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from enum import IntEnum
 from http import HTTPStatus
 from pathlib import Path
 
+from elastic_ext.base import threads
 from elastic_ext.base.files import write_whole
 from elastic_ext.base.helper_process import ACCEPT_AGAIN_S, OUT_OF_RESOURCES
 from elastic_ext.http.gate import Gate, Verdict, warning
@@ -72,14 +72,13 @@ class MetricsServer:
             if gate is not None:
                 gate.checks.close()
             return
-        self._thread = threading.Thread(target=self._server.serve, name="elastic_ext-metrics", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads, e.g. a limit of the container
-            logger.warning("metrics: cannot start the server: %s", error)
+        text = "metrics: cannot start the server: %s"
+        thread = threads.started(self._server.serve, "elastic_ext-metrics", logger.warning, text)
+        if thread is None:
             self._server.close()
             self._server = None
             return
+        self._thread = thread
         self.endpoint = bound, self.port = self._server.address
         self.url = _url("https" if gate is not None and gate.tls else "http", bound, self.port)
         logger.log(announce, "metrics: serving %s/metrics (bound to %s)", self.url, bound)

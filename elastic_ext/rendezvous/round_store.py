@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elastic_ext.base import names
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.round_store import StoreCall
+from elastic_ext.base.threads import StoreCall
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.round_records import Header
 

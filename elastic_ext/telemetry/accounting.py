@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base import diagnosis
+from elastic_ext.base import diagnosis, threads
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.goodput import Shared, Spent, summary
 from elastic_ext.telemetry import families
@@ -88,12 +88,9 @@ class Goodput(families.FamilyCollector):
         self._nodes = nodes
         if self._share is not None and self._thread is None:
             # Not before: the first node of a job deletes what an ended one left under its run id.
-            thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
-            try:
-                thread.start()
-                self._thread = thread
-            except RuntimeError as error:  # a limit on threads
-                logger.warning("goodput is not shared with the job: %s", error)
+            text = "goodput is not shared with the job: %s"
+            self._thread = threads.started(self._share_often, "elastic_ext-goodput", logger.warning, text)
+            if self._thread is None:
                 self._share = None
         if self._thread is not None:
             self._first.wait(FIRST_SHARE_S)

@@ -5,12 +5,12 @@ For the keeper's one thread. Calls to etcd wait for CALL_S at most, and one that
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
 from collections.abc import Callable
 
+from elastic_ext.base import records
 from elastic_ext.base.helper_process import Agents
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Put, Tls
 from elastic_ext.etcd.client import Member
@@ -176,7 +176,7 @@ class Housekeeping:
         peer, name = hosts[step.add].peer, f"{step.add}-{secrets.token_hex(3)}"
         members = membership.add(peer)
         call = Call(name, ",".join(_named(each, peer, name) for each in members))
-        self.cluster.client.txn([], [Put(CALLS + step.add, json.dumps({"schema": SCHEMA, **vars(call)}))])
+        self.cluster.client.txn([], [Put(CALLS + step.add, records.encode(call, SCHEMA))])
 
     def tell_silent(self) -> None:
         """Report to the agents for whom they wait."""

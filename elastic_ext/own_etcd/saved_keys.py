@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import logging
 import secrets
 import time
@@ -121,7 +120,7 @@ class SavedKeys:
                 return ""
             began = Beginning(before.launch or secrets.token_hex(8), *(found.age if found is not None else (0, 0)))
             guards = [unchanged(cluster.SAVED, kv.mod_revision if kv is not None else 0), absent(self._job.header)]
-            if self._client.txn(guards, [Put(cluster.SAVED, json.dumps({"schema": SCHEMA, **vars(began)}))]).succeeded:
+            if self._client.txn(guards, [Put(cluster.SAVED, records.encode(began, SCHEMA))]).succeeded:
                 return self._put_back(found) if found is not None else ""
             if self._client.get(self._job.header).kv is not None:  # the job trains already
                 return ""
@@ -168,7 +167,7 @@ class SavedKeys:
         saved = tuple(self._saved(kv, left) for kv in found if not kv.lease_id or left[kv.lease_id] > 0)
         file = SavedFile(began.launch, began.starts + 1, read.revision, int(time.time()), saved)
         try:
-            write_whole(self._path, json.dumps({"schema": SCHEMA, **records.plain(file)}))
+            write_whole(self._path, records.encode(file, SCHEMA))
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error.strerror)
         self._due = None

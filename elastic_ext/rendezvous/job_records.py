@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +90,7 @@ class JobRecords:
         self._lease_s = context.config.lease_ttl_s
         self._now = context.tasks.now
         self._elsewhere_since: float | None = None  # monotonic: living nodes were seen elsewhere
-        self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
+        self._record = records.encode(self._mine, SCHEMA)
 
     def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
         """Enter a job with our settings before its first round is sealed, in one transaction; return None if nothing was done.

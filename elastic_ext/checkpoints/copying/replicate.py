@@ -40,7 +40,6 @@ the program died.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import platform
@@ -48,7 +47,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from elastic_ext.base import log_records, records
 from elastic_ext.base.contracts import CHECKPOINT_DIR, LOCAL_DIR
@@ -99,7 +98,7 @@ def made_progress(report: CopyState, before: CopyState) -> bool:
 
 def encode(message: CopyState | Pulse) -> str:
     """Return the line without the newline."""
-    return json.dumps({"schema": SCHEMA, **asdict(message)})
+    return records.encode(message, SCHEMA)
 
 
 def decode(line: bytes) -> CopyState | Pulse:

@@ -11,7 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.metrics import put_metric
@@ -27,7 +27,6 @@ from elastic_ext.base import log_records, names
 from elastic_ext.base.printable import beginnings, ranks_in_words, redacted
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
-from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
@@ -38,7 +37,7 @@ from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import limits, worker_env
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
-from elastic_ext.workers.processes import HasStopBy, WorkerProcesses, build_locks, remove_build_locks
+from elastic_ext.workers.processes import StopLimit, WorkerProcesses, build_locks, remove_build_locks
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable
 
 logger = logging.getLogger(__name__)
@@ -50,20 +49,6 @@ MOST_HASHES = 128  # hashes of a worker: nine each of several sets
 
 ShowUncompared = Callable[[int | None, str], None]
 """Gets the number of workers of which nothing is compared, and why; None if no worker runs."""
-
-
-@dataclass(frozen=True)
-class StopLimit:
-    """The time by which the rendezvous wants this node's workers gone; see `RoundPart.stop_by`. wakeup: set when it changes."""
-
-    wakeup: Wakeup
-    stop_by: Callable[[], float | None]
-
-    def fileno(self) -> int:
-        return self.wakeup.fileno()
-
-    def clear(self) -> None:
-        reraise_signals(self.wakeup.clear())
 
 
 class RunningRound:
@@ -133,7 +118,7 @@ class RunningRound:
         for companion in self._companions:
             companion.check(self.workers)
 
-    def stop(self, grace_s: float, show_stacks: bool = True, limit: HasStopBy | None = None) -> None:
+    def stop(self, grace_s: float, show_stacks: bool = True, limit: StopLimit | None = None) -> None:
         """Stop the workers that still run; kill those that outlive grace_s seconds.
 
         show_stacks: before killing those, dump their stacks. limit: may shorten grace_s at any time.

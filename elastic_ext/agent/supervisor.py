@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure,
 import elastic_ext
 from elastic_ext.agent import exits, launch, leaving, resume, verdicts
 from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound, StopLimit
+from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
@@ -36,6 +36,7 @@ from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, gpu_uuids, gpus_by_local_rank
 from elastic_ext.workers import limits
 from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers.processes import StopLimit
 
 logger = logging.getLogger(__name__)
 

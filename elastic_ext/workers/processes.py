@@ -26,10 +26,11 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from elastic_ext.base.contracts import LeaseRevocation
-from elastic_ext.base.wakeup import milliseconds
+from elastic_ext.base.torch_private import reraise_signals
+from elastic_ext.base.wakeup import Wakeup, milliseconds
 from elastic_ext.workers import reaper
 from elastic_ext.workers.progress import EndingWorkers
 
@@ -217,17 +218,21 @@ class Exit:
         return self.stop_sent_ns is not None and (raised_ns is None or raised_ns >= self.stop_sent_ns)
 
 
-class HasStopBy(Protocol):
-    """An object that knows when the workers must be gone. That time may come nearer while they end."""
+@dataclass(frozen=True)
+class StopLimit:
+    """When the workers must be gone. That time may come nearer while they end.
+
+    wakeup: set when it changes. stop_by: returns it, in monotonic seconds; None: there is none. Ask after `clear`, not before.
+    """
+
+    wakeup: Wakeup
+    stop_by: Callable[[], float | None]
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when the time may have changed."""
+        return self.wakeup.fileno()
 
     def clear(self) -> None:
-        """Forget the changes so far. Ask for the time after this call, not before."""
-
-    def stop_by(self) -> float | None:
-        """Return the monotonic time; None: there is none."""
+        reraise_signals(self.wakeup.clear())
 
 
 class WorkerProcesses:
@@ -312,7 +317,7 @@ class WorkerProcesses:
         grace_s: float,
         on_stragglers: Callable[[list[int]], None],
         ending: EndingWorkers | None = None,
-        limit: HasStopBy | None = None,
+        limit: StopLimit | None = None,
     ) -> None:
         """End all workers: send SIGTERM now, and SIGKILL to those that are left after `grace_s` seconds.
 
@@ -342,7 +347,7 @@ class WorkerProcesses:
                 self.pids[local_rank],
             )
 
-    def _await_all(self, timeout_s: float, ending: EndingWorkers | None = None, limit: HasStopBy | None = None) -> None:
+    def _await_all(self, timeout_s: float, ending: EndingWorkers | None = None, limit: StopLimit | None = None) -> None:
         deadline = time.monotonic() + timeout_s
         changes = [each for each in (ending, limit) if each is not None]
         while self.running:

@@ -118,16 +118,8 @@ def remove_orphans() -> None:
 
 
 def _used(directory: str) -> int:
-    """Return the bytes that the copies have."""
-    return sum(_size(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
-
-
-def _size(path: str) -> int:
-    """Return the bytes of a file; 0 if it has gone: parts of other nodes arrive, and replace older ones, at any moment."""
-    try:
-        return os.path.getsize(path)
-    except FileNotFoundError:
-        return 0
+    """Return the bytes that the copies have. Parts of other nodes arrive, and replace older ones, at any moment."""
+    return sum(files.size(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
 
 
 class ResumePoint(Companion):

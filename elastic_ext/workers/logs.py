@@ -60,7 +60,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from elastic_ext.base import files
 from elastic_ext.base.wakeup import readable
-from elastic_ext.workers import processes, progress_layout, reaper, relay, worker_env
+from elastic_ext.workers import helpers, processes, progress_layout, reaper, relay, worker_env
 from elastic_ext.workers.progress import named_pipe
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ def _start_process(console: int) -> tuple[subprocess.Popen[bytes] | None, socket
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        process = processes.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
+        process = helpers.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
     except OSError as error:
         ours.close()
         theirs.close()
@@ -289,7 +289,7 @@ class RelayClient:
     def _resume(self) -> None:
         """Continue the process if it was stopped: full pipes would soon block the workers."""
         if (pid := self.pid) is not None:
-            processes.resume(pid, "stderr relay")
+            helpers.resume(pid, "stderr relay")
 
     def _await_end(self, timeout_s: float) -> bool:
         """Return whether the process ended within this time; True for a thread."""

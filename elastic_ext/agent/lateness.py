@@ -20,10 +20,8 @@ from datetime import timedelta
 from torch.distributed import DistStoreError
 
 from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
-from elastic_ext.base import round_store, threads
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.base.printable import shown
-from elastic_ext.base.records import RecordError
 from elastic_ext.hangs import lateness
 from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak
 from elastic_ext.rendezvous.address import machine
@@ -87,7 +85,7 @@ class SlowNodes:
         which = f"rank {streak.late.rank} on " if streak.late.rank >= 0 else streak.late.host  # a rank may be late on any host
         try:
             admission = self._job.replace_host(streak.late.host, reason, f"slow_node=replace: {which}")
-        except (ElasticExtError, OSError) as error:
+        except (errors.ElasticExtError, OSError) as error:
             logger.info("slow_node=replace: it is unknown whether %s leaves: %s", streak.late.host, error)
             return
         if admission.reason != self._answered:
@@ -224,7 +222,7 @@ class LatenessWatch(Companion):
             try:
                 self._await(store, key, by)
                 sample = lateness.decode(store.get(key), key)
-            except (TimeoutError, RecordError) as error:
+            except (TimeoutError, records.RecordError) as error:
                 logger.debug("lateness: no sample of node %s after step %s: %s", node, step, error)
                 continue
             nodes.append(sample)

@@ -19,12 +19,9 @@ from dataclasses import dataclass, replace
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.agent import exits, verdicts
-from elastic_ext.agent.companion import LEAST_S, Companion, LocalWorkers
-from elastic_ext.base import threads
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.agent import companion, exits, verdicts
+from elastic_ext.base import errors, printable, threads
 from elastic_ext.base.goodput import StateSeconds
-from elastic_ext.base.printable import cut
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
@@ -34,9 +31,8 @@ from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status
 from elastic_ext.status.job_status import NodeReport, Own, ReportAges, RoundHistory, Sources, Straggler, age_s
-from elastic_ext.telemetry import families
+from elastic_ext.telemetry import families, script_metrics
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
-from elastic_ext.telemetry.script_metrics import ScriptMetrics
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -149,7 +145,7 @@ class JobView:
         shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=())
         try:
             self._handler.show(job_status.encode_report(shown), last)
-        except (ElasticExtError, OSError) as error:
+        except (errors.ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
             return False
         return True
@@ -160,7 +156,7 @@ class JobView:
         status, fault = self._status, ""
         try:
             status = self._handler.status()
-        except (ElasticExtError, OSError) as error:
+        except (errors.ElasticExtError, OSError) as error:
             fault = str(error)
             if not self._fault:  # one line when the trouble begins
                 logger.info("status: nothing new is known of the other nodes: %s", error)
@@ -283,7 +279,7 @@ class OwnNode:
     def uncompared(self, why: str) -> None:
         """Note why no replicas of workers here are compared; "" if they are, or if none need be."""
         with self._lock:
-            before, self._uncompared = self._uncompared, cut(why, job_status.MAX_WHY)
+            before, self._uncompared = self._uncompared, printable.cut(why, job_status.MAX_WHY)
         if before != self._uncompared:
             self.on_state()
 
@@ -337,7 +333,7 @@ class Serving:
             self._server.close()
 
 
-class Observation(Companion):
+class Observation(companion.Companion):
     """Shows what happens, from construction to `close`."""
 
     def __init__(
@@ -362,7 +358,7 @@ class Observation(Companion):
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
         self.node = OwnNode(handler, metrics)  # as the status shows it
-        self._scripts: ScriptMetrics | None = None
+        self._scripts: script_metrics.ScriptMetrics | None = None
         self._job: JobView | None = None
         self._serving: Serving | None = None
         self._file: pages.TextFile | None = None
@@ -388,7 +384,7 @@ class Observation(Companion):
         if not self._settings.metrics and self._settings.metrics_file is None:
             return
         try:
-            self._scripts = ScriptMetrics(os.path.join(run_dir, "metrics"))
+            self._scripts = script_metrics.ScriptMetrics(os.path.join(run_dir, "metrics"))
             self._metrics.registry.register(self._scripts)
         except OSError as error:
             logger.warning("metrics of scripts are not shown: %s", error)
@@ -401,7 +397,7 @@ class Observation(Companion):
         """Return what the script of this rank shows of itself, if it is on this node; see `ScriptMetrics.gauges`."""
         return self._scripts.gauges(rank) if self._scripts is not None else {}
 
-    def check(self, workers: LocalWorkers) -> None:
+    def check(self, workers: companion.LocalWorkers) -> None:
         if self._scripts is not None:
             self._scripts.look()
 
@@ -415,7 +411,7 @@ class Observation(Companion):
         self._metrics.uncompared(workers)
         self.node.uncompared(why)
 
-    def workers_ended(self, workers: LocalWorkers) -> None:
+    def workers_ended(self, workers: companion.LocalWorkers) -> None:
         self.late((), None)
         self.node.now(time.monotonic())  # how far they came: their progress table can still be read
         if self._scripts is not None:
@@ -479,7 +475,7 @@ class Observation(Companion):
         if self._serving is not None:
             self._serving.ended()
         if self._file is not None:
-            self._file.wait(max(LEAST_S, by - time.monotonic()))
+            self._file.wait(max(companion.LEAST_S, by - time.monotonic()))
 
     def close(self) -> None:
         """Show no more, if need be after a last scrape; see `linger_at_close`.

@@ -16,15 +16,12 @@ from dataclasses import replace
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.metrics import put_metric
 
-from elastic_ext.agent import launch, verdicts
+from elastic_ext.agent import lateness, launch, leaving, verdicts
 from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
-from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
-from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.base import log_records, names
-from elastic_ext.base.printable import beginnings, ranks_in_words, redacted
+from elastic_ext.base import log_records, names, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.failures.classify import Diagnosis
@@ -64,7 +61,7 @@ class RunningRound:
         warm: Collection[int],
         resume: ResumePoint,
         hangs: HangHandling | None,
-        saves: SavesOnDemand | None,
+        saves: leaving.SavesOnDemand | None,
         others: Iterable[Companion],
     ) -> None:
         """Notify all companions that the workers have started.
@@ -155,8 +152,8 @@ class RunningRound:
             node,
             diagnosis,
             self.resume.step,
-            beginnings(self._stacks, MAX_STACKS),
-            redacted(self.resume.checkpoint.path),
+            printable.beginnings(self._stacks, MAX_STACKS),
+            printable.redacted(self.resume.checkpoint.path),
             reach,
             copied_at,
             saved_at,
@@ -240,7 +237,7 @@ class ReplicaWatch(Companion):
         faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
         for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):
             self._logged.add(text)
-            of = ranks_in_words(rank for rank, fault in faults if fault == text)
+            of = printable.ranks_in_words(rank for rank, fault in faults if fault == text)
             logger.warning("elastic_ext: integrity_every: %s: %s", of, text)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
@@ -469,7 +466,7 @@ class RoundStart:
         )
         hangs = saves = None
         if settings.bootstrap and progress is not None:
-            saves = SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
+            saves = leaving.SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
         # Without the bootstrap, workers never report progress, which is not a sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
@@ -478,14 +475,14 @@ class RoundStart:
         ending = EndingWorkers(progress, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
-        others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
+        others: list[Companion] = [leaving.DrainWatch(self._handler, saves, settings)]
         if settings.integrity_every:
             others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
         measured = settings.bootstrap and settings.stragglers != "off"
         if measured and progress is not None and self._group.workers[0].world_size > 1:
-            node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
+            node = lateness.OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
             # It ends before those that show what it finds.
-            others.append(LatenessWatch(node, companions.compared, SlowNodes(self._handler)))
+            others.append(lateness.LatenessWatch(node, companions.compared, lateness.SlowNodes(self._handler)))
         others += companions.round_companions
         return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
 

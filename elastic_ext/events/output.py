@@ -22,8 +22,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from elastic_ext.base import threads
-from elastic_ext.base.printable import cut, shown
+from elastic_ext.base import printable, threads
 from elastic_ext.events.event_table import MAX_TEXT, EventTime, PastRecovery, Source, Value, record
 
 if TYPE_CHECKING:
@@ -306,7 +305,7 @@ def emit(tracer: Tracer, recovery: PastRecovery, source: Source, ahead_s: float)
         "elastic_ext.round": recovery.round,
         "elastic_ext.kind": recovery.cause.kind,
         "elastic_ext.decision": recovery.cause.decision,
-        "elastic_ext.reason": cut(shown(recovery.cause.reason), MAX_TEXT),
+        "elastic_ext.reason": printable.cut(printable.shown(recovery.cause.reason), MAX_TEXT),
     }
     whole = tracer.start_span("recovery", context=trace.Context(), start_time=at(recovery.begin), attributes=attributes)
     within = trace.set_span_in_context(whole, trace.Context())

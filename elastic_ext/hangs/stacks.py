@@ -30,8 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from elastic_ext.base import files
-from elastic_ext.base.wakeup import milliseconds
+from elastic_ext.base import files, wakeup
 from elastic_ext.hangs import detector, process_stats
 from elastic_ext.workers import processes, worker_env
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -67,7 +66,7 @@ def dump_all(paths: Mapping[int, str], wait_s: float = WAIT_S) -> dict[int, str]
                     ends.register(pidfd, select.POLLIN)
         # A dump has no end mark: it is complete once the file has grown and then stays the same. An exit ends the wait early.
         while writing and time.monotonic() < deadline:
-            ended = {descriptor for descriptor, _ in ends.poll(milliseconds(QUIET_S))}
+            ended = {descriptor for descriptor, _ in ends.poll(wakeup.milliseconds(QUIET_S))}
             last, sizes = sizes, {pid: files.size(path) for pid, path in paths.items()}
             done = {pid for pid in writing if pidfds_of[pid] in ended or before[pid] < sizes[pid] == last[pid]}
             for pid in done:

@@ -23,9 +23,7 @@ from enum import IntEnum
 from http import HTTPStatus
 from pathlib import Path
 
-from elastic_ext.base import threads
-from elastic_ext.base.files import write_whole
-from elastic_ext.base.helper_process import ACCEPT_AGAIN_S, OUT_OF_RESOURCES
+from elastic_ext.base import files, helper_process, threads
 from elastic_ext.http.gate import Gate, Verdict, warning
 from elastic_ext.http.pages import MAX_REQUEST, CpuBudget, Page, Pages, Request, parse, text
 
@@ -238,9 +236,9 @@ class _Server:
         try:
             connection, address = self._listener.accept()
         except OSError as error:
-            if error.errno in OUT_OF_RESOURCES:
-                logger.debug("metrics: accepting no connections for %g s: %s", ACCEPT_AGAIN_S, error)
-                self._pause(now + ACCEPT_AGAIN_S)
+            if error.errno in helper_process.OUT_OF_RESOURCES:
+                logger.debug("metrics: accepting no connections for %g s: %s", helper_process.ACCEPT_AGAIN_S, error)
+                self._pause(now + helper_process.ACCEPT_AGAIN_S)
             return  # with any other error the client is gone
         try:
             connection.setblocking(False)
@@ -379,7 +377,7 @@ def announce(directory: str, endpoint: tuple[str, int], labels: dict[str, str]) 
         text = json.dumps([{"targets": [target(*endpoint, host)], "labels": labels}])
         folder.mkdir(parents=True, exist_ok=True)
         _remove_dead(folder)
-        write_whole(path, text)  # Prometheus must never read half a file
+        files.write_whole(path, text)  # Prometheus must never read half a file
     except (OSError, UnicodeError) as error:
         logger.warning("metrics: Prometheus will not find this agent in %s: %s", directory, error)
         return lambda: None

@@ -22,8 +22,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from elastic_ext.base import diagnosis, printable, threads
 from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP, PastRecovery
-from elastic_ext.telemetry import families
-from elastic_ext.telemetry.accounting import Goodput
+from elastic_ext.telemetry import accounting, families
 from elastic_ext.workers.progress import Progress
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class AgentMetrics(families.FamilyCollector):
         self.progress = progress
         self._clock = families.UnixClock()
         self._full = False
-        self.goodput = Goodput()  # where the time goes
+        self.goodput = accounting.Goodput()  # where the time goes
         # called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`
         self.on_copied: Callable[[int | None], object] = lambda lag_steps: None
         self.state, self.since = "", 0.0  # what the agent does, and since when, monotonic

@@ -58,10 +58,8 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from elastic_ext.base import files
-from elastic_ext.base.wakeup import readable
-from elastic_ext.workers import helpers, processes, progress_layout, reaper, relay, worker_env
-from elastic_ext.workers.progress import named_pipe
+from elastic_ext.base import files, wakeup
+from elastic_ext.workers import helpers, processes, progress, progress_layout, reaper, relay, worker_env
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class StderrSource:
 
 def make_source(path: str, shown: bool) -> StderrSource:
     """Make one worker's pipe. path: the requested name; if named pipes are refused, it gets another. Raises OSError."""
-    path, pipe, writer = named_pipe(path)  # the relay gets the descriptor, so it need not find the path
+    path, pipe, writer = progress.named_pipe(path)  # the relay gets the descriptor, so it need not find the path
     ring_fd = -1
     try:
         ring_fd = _shared_memory()
@@ -274,7 +272,7 @@ class RelayClient:
         """Return the answer to this flush; None on a timeout or if the relay has ended."""
         if self._control.fileno() < 0:
             return None
-        while readable(self._control.fileno(), deadline - time.monotonic()):
+        while wakeup.readable(self._control.fileno(), deadline - time.monotonic()):
             try:
                 answer = self._control.recv(256).split()
             except OSError:

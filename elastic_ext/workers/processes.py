@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 
 from elastic_ext.base.torch_private import reraise_signals
 from elastic_ext.base.wakeup import Wakeup, milliseconds
-from elastic_ext.workers import reaper
-from elastic_ext.workers.progress import EndingWorkers
+from elastic_ext.workers import progress, reaper
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -265,7 +264,7 @@ class WorkerProcesses:
         self,
         grace_s: float,
         on_stragglers: Callable[[list[int]], None],
-        ending: EndingWorkers | None = None,
+        ending: progress.EndingWorkers | None = None,
         limit: StopLimit | None = None,
     ) -> None:
         """End all workers: send SIGTERM now, and SIGKILL to those that are left after `grace_s` seconds.
@@ -296,7 +295,7 @@ class WorkerProcesses:
                 self.pids[local_rank],
             )
 
-    def _await_all(self, timeout_s: float, ending: EndingWorkers | None = None, limit: StopLimit | None = None) -> None:
+    def _await_all(self, timeout_s: float, ending: progress.EndingWorkers | None = None, limit: StopLimit | None = None) -> None:
         deadline = time.monotonic() + timeout_s
         changes = [each for each in (ending, limit) if each is not None]
         while self.running:
@@ -311,7 +310,7 @@ class WorkerProcesses:
                 self._cut_short_past_exit_handlers(ending)
             self.wait(left, *changes)
 
-    def _cut_short_past_exit_handlers(self, ending: EndingWorkers) -> None:
+    def _cut_short_past_exit_handlers(self, ending: progress.EndingWorkers) -> None:
         ending.clear()  # before `past_exit_handlers`
         past = {rank: code for rank, code in ending.past_exit_handlers().items() if rank in self.running}
         self._cut_short.update(past)

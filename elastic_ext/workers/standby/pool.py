@@ -21,9 +21,8 @@ from typing import Any
 from elastic_ext.base.printable import Block
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.workers import helpers, limits, reaper
-from elastic_ext.workers.standby import modules, rules
+from elastic_ext.workers.standby import import_checks, modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
-from elastic_ext.workers.standby.import_checks import PER_WORKER
 from elastic_ext.workers.standby.server import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
@@ -201,7 +200,7 @@ class PoolThread:
         if self._servers >= MAX_SERVERS:
             self._give_up(f"{MAX_SERVERS} standby servers have failed")
             return
-        environ = {name: value for name, value in self._modules.spec.environ().items() if name not in PER_WORKER}
+        environ = {name: value for name, value in self._modules.spec.environ().items() if name not in import_checks.PER_WORKER}
         self._waiting.start_in(environ)
         try:
             environ = {**environ, TOKEN_ENV: self._modules.spec.token}

@@ -30,8 +30,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from elastic_ext.agent import exits, plugin
-from elastic_ext.base import log_records, torch_private
-from elastic_ext.base.errors import UsageError, usage_errors_exit
+from elastic_ext.base import errors, log_records, torch_private
 from elastic_ext.failures.policy import EX_USER, NO_LIMIT
 from elastic_ext.workers import limits
 
@@ -65,25 +64,25 @@ def settle(args: Namespace) -> Namespace:
     if args.rdzv_backend == BACKEND and args.rdzv_endpoint == LOCAL_ENDPOINT:
         _settle_place(args)
     if args.max_restarts < NO_LIMIT:
-        raise UsageError(f"--max-restarts={args.max_restarts}: expected 0 or more, or -1 for no limit")
+        raise errors.UsageError(f"--max-restarts={args.max_restarts}: expected 0 or more, or -1 for no limit")
     if args.max_restarts == NO_LIMIT:  # torchrun itself refuses it
         args.max_restarts = 0
         args.rdzv_conf = ",".join(filter(None, [args.rdzv_conf, f"max_restarts={NO_LIMIT}"]))
     try:
         workers, nodes = torchrun.determine_local_world_size(args.nproc_per_node), torchrun.parse_min_max_nnodes(args.nnodes)
     except (ValueError, RuntimeError) as error:
-        raise UsageError(f"--nproc-per-node={args.nproc_per_node} --nnodes={args.nnodes}: {error}") from error
+        raise errors.UsageError(f"--nproc-per-node={args.nproc_per_node} --nnodes={args.nnodes}: {error}") from error
     if workers < 1:
-        raise UsageError(f"--nproc-per-node={args.nproc_per_node}: expected 1 worker or more; nothing was started")
+        raise errors.UsageError(f"--nproc-per-node={args.nproc_per_node}: expected 1 worker or more; nothing was started")
     if not 1 <= nodes[0] <= nodes[1]:
-        raise UsageError(f"--nnodes={args.nnodes}: expected MIN or MIN:MAX with 1 <= MIN <= MAX; nothing was started")
+        raise errors.UsageError(f"--nnodes={args.nnodes}: expected MIN or MIN:MAX with 1 <= MIN <= MAX; nothing was started")
     return args
 
 
 def _refuse_completion(argv: Sequence[str]) -> None:
     """Raise UsageError for an option of newer versions of torch, whose output would be for the command `python`."""
     if argv and argv[0].partition("=")[0] == "--print-completion":
-        raise UsageError(
+        raise errors.UsageError(
             "--print-completion: a shell completes a command by its name, and `python -m` gives this one none; expected "
             "`torchrun --print-completion SHELL` of a newer torch, which has the same options"
         )
@@ -113,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a job and return the exit code of the command: 78 for wrong usage, else see `failures.policy` and `agent.exits`."""
     limits.open_standard()
     _configure_logging()
-    with usage_errors_exit():
+    with errors.usage_errors_exit():
         _refuse_completion(sys.argv[1:] if argv is None else argv)
         args = settle(parser().parse_args(argv))
         plugin.check_host()  # before torch makes a directory for logs

@@ -15,16 +15,12 @@ from contextlib import ExitStack, closing
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import launch
+from elastic_ext.agent import hangs, journal, lateness, launch
 from elastic_ext.agent.companion import END_S, HURRIED_S, Companion, LocalWorkers
-from elastic_ext.agent.hangs import FlightRecorder
-from elastic_ext.agent.journal import Journal
-from elastic_ext.agent.lateness import straggler
 from elastic_ext.agent.observation import Observation
 from elastic_ext.agent.resume import MemoryCopies
+from elastic_ext.base import threads, torch_private, wakeup
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.torch_private import Start
-from elastic_ext.base.wakeup import Wakeup, held, raise_again
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.failures.ledger import JobVerdict
@@ -33,8 +29,8 @@ from elastic_ext.rendezvous.address import own_interface
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.status.trainjob import Poster, Target, Training, TrainJobState, body_of, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
+from elastic_ext.workers.helpers import Reaper
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
-from elastic_ext.workers.processes import Reaper
 from elastic_ext.workers.progress import Progress, WakePipe
 from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
@@ -141,7 +137,7 @@ class WarmStarts(Companion):
             self._logs.messages[0]["modules"] = self._logs.modules_file = os.path.join(self._logs.run_dir, "modules")
 
     @property
-    def start(self) -> Start | None:
+    def start(self) -> torch_private.Start | None:
         """The function that torch asks for the process of each worker; None without standbys."""
         return self._pool.start if self._pool is not None else None
 
@@ -245,9 +241,9 @@ class JobCompanions:
         `finish` does not end, in reverse order.
         """
         self.token = secrets.token_hex(16)  # marks every process that this agent starts, for the reaper
-        self.wakeup = stack.enter_context(Wakeup())  # readable when a signal arrives or the rendezvous has an event
+        self.wakeup = stack.enter_context(wakeup.Wakeup())  # readable when a signal arrives or the rendezvous has an event
         after_journal = stack.enter_context(ExitStack())
-        self.journal = stack.enter_context(Journal(spec, settings, handler, metrics))  # the agent's events
+        self.journal = stack.enter_context(journal.Journal(spec, settings, handler, metrics))  # the agent's events
         self.observation = Observation(metrics, settings, handler, self.wakeup, self.journal.of_etcd)  # what the agent shows
         after_journal.callback(self.observation.close)  # it may linger
         stack.enter_context(bridge_torchelastic(metrics))
@@ -265,9 +261,9 @@ class JobCompanions:
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
         self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, extras)
         handler.on_verdict = self._heard
-        self.flight_recorder: FlightRecorder | None = None  # None without NCCL, or if hang detection is off
+        self.flight_recorder: hangs.FlightRecorder | None = None  # None without NCCL, or if hang detection is off
         if settings.hang and torch.distributed.is_nccl_available():
-            self.flight_recorder = FlightRecorder(logs.run_dir, os.environ)
+            self.flight_recorder = hangs.FlightRecorder(logs.run_dir, os.environ)
             stack.callback(self.flight_recorder.close)
         self.copier = copier.start(settings, self.token, metrics)  # None without a local tier
         handler.reaper_runs = self.reaper.runs
@@ -289,7 +285,7 @@ class JobCompanions:
 
     def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
         """Show and report which ranks and hosts are late. Any thread may call this."""
-        stragglers = [straggler(each) for each in named]
+        stragglers = [lateness.straggler(each) for each in named]
         self.observation.late(stragglers, max((each.share for each in found if each.error_us is not None), default=None))
         self.journal.late(stragglers)
 
@@ -326,9 +322,9 @@ class JobCompanions:
             finally:
                 self.reaper.close(clean)
         finally:
-            with held() as received:
+            with threads.held() as received:
                 self._report_end(well, min(limit_s, kill_at - time.monotonic()))
-        raise_again(received)  # unless this agent ends by an exception anyway
+        threads.raise_again(received)  # unless this agent ends by an exception anyway
         return left
 
     def _end_starts_and_copies(self, copy_s: float | None) -> tuple[str, ...]:

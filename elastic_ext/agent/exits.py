@@ -28,10 +28,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
-from elastic_ext.base import log_records, round_store
-from elastic_ext.base.errors import NodeDrained, NodeRefused
-from elastic_ext.base.files import write_whole
-from elastic_ext.base.printable import redacted
+from elastic_ext.base import errors, files, log_records, printable, threads
 from elastic_ext.failures.policy import EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
 
 logger = logging.getLogger(__name__)
@@ -53,7 +50,7 @@ class FailuresWithCode(dict[int, ProcessFailure]):
 USER_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other comes from the platform
 # Exceptions that end a job without a verdict. One that closes a job says why, unless another agent than ours has closed it.
 _ERROR_CODES = (
-    (NodeRefused, EX_NODE),
+    (errors.NodeRefused, EX_NODE),
     (RendezvousTimeoutError, EX_TRY_AGAIN),
     (RendezvousConnectionError, EX_TRY_AGAIN),
     (RendezvousClosedError, EX_FAILED),
@@ -127,7 +124,7 @@ def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackT
     code = exit_code_of(error)
     if isinstance(error, _ONE_LINE) and str(error):
         log_records.say(f"elastic_ext: {error}")
-    elif not isinstance(error, NodeDrained):  # nothing went wrong, and the log has said what happened
+    elif not isinstance(error, errors.NodeDrained):  # nothing went wrong, and the log has said what happened
         _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     if code is not None:
         end(code)
@@ -137,13 +134,13 @@ def end(code: int) -> NoReturn:
     """End the process with this code, after threads and exit handlers.
 
     A launcher does not take its modules apart, which with torch lasts a quarter of a second: nothing of its own is still open. So
-    it need not wait for calls to a store either (`round_store.StoreCall`).
+    it need not wait for calls to a store either (`threads.StoreCall`).
     Any other program may have libraries to end, and a tracer results to save: there the interpreter ends the process.
     """
     job.succeeded = False  # or an exit handler would end it with 0
     if not _may_end_at_once():
         raise SystemExit(code)  # the interpreter honors SystemExit even in an excepthook
-    atexit.unregister(round_store.await_calls)
+    atexit.unregister(threads.await_calls)
     try:
         atexit._run_exitfuncs()
         for stream in (sys.stdout, sys.stderr):
@@ -180,7 +177,7 @@ def _redacted(value: object) -> object:
         return {name: _redacted(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_redacted(each) for each in value]
-    return redacted(value) if isinstance(value, str) else value
+    return printable.redacted(value) if isinstance(value, str) else value
 
 
 def _write(path: Path, text: str, replace: bool) -> None:
@@ -188,7 +185,7 @@ def _write(path: Path, text: str, replace: bool) -> None:
     try:
         stream = path.parent in STREAM_DIRS
         if replace and not stream and (path.is_file() or not path.exists()):
-            write_whole(path, text)
+            files.write_whole(path, text)
             return
         # Opening a pipe without a reader would block forever.
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_APPEND if replace else os.O_TRUNC))

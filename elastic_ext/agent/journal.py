@@ -18,14 +18,10 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
-from elastic_ext.agent import exits, launch, verdicts
-from elastic_ext.agent.companion import Companion, EndLimit, LocalWorkers
-from elastic_ext.agent.resume import ResumePoint
+from elastic_ext.agent import companion, exits, launch, resume, verdicts
 from elastic_ext.agent.verdicts import FailedWorker
-from elastic_ext.base.errors import NodeDrained, NodeRefused
-from elastic_ext.base.printable import shown
+from elastic_ext.base import errors, printable, threads
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.wakeup import held, raise_again
 from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryTrace, Source
 from elastic_ext.events.output import Events, Spans
 from elastic_ext.failures.ledger import JobVerdict
@@ -34,8 +30,7 @@ from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
 from elastic_ext.status.job_status import Straggler
-from elastic_ext.telemetry import families
-from elastic_ext.telemetry.agent_metrics import AgentMetrics, OutageChange
+from elastic_ext.telemetry import agent_metrics, families
 
 logger = logging.getLogger(__name__)
 
@@ -51,22 +46,22 @@ class _Reported:
     late: Mapping[tuple[str, int], Straggler] = field(default_factory=dict)  # stragglers of this round, by host and rank
 
 
-class Journal(Companion):
+class Journal(companion.Companion):
     """The events of one agent, from its start to its end, which it reports as a context manager."""
 
-    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: AgentMetrics) -> None:
+    def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: agent_metrics.AgentMetrics) -> None:
         """metrics: count recoveries, too."""
         source = Source(handler.get_run_id(), own_name(settings), os.getpid())
         self.events = Events(settings.events_file, source, lambda: handler.round)  # for other parts of the agent
         self.warm = 0  # workers of this round that were warm standbys; set before their start is reported
         self.clean = False  # whether the job has ended well
         self._spans = Spans(elastic_ext.__version__, source)
-        self.end_limit = EndLimit()  # for how long the end of the agent may wait
+        self.end_limit = companion.EndLimit()  # for how long the end of the agent may wait
         self._handler, self._metrics = handler, metrics
         metrics.on_copied = lambda lag_steps: self.events.emit("checkpoint_copied", lag_steps=lag_steps)
         self._ended = False
         self._trace = RecoveryTrace()
-        self._workers: LocalWorkers | None = None  # while they run, and have not all made a step
+        self._workers: companion.LocalWorkers | None = None  # while they run, and have not all made a step
         self._began = time.monotonic()  # of the phase, then of the workers
         self._reported = _Reported()
         self.events.emit(
@@ -83,21 +78,21 @@ class Journal(Companion):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        with held() as received:
+        with threads.held() as received:
             self.end(error)
             self.events.close(self.end_limit.left_s())
             self._spans.close(self.end_limit.left_s())
         if error is None:
-            raise_again(received)
+            threads.raise_again(received)
 
     def end(self, error: BaseException | None) -> None:
         """Report that the agent ends, and why. A second call does nothing."""
         if self._ended:
             return
         self._ended = True
-        if isinstance(error, NodeDrained):
+        if isinstance(error, errors.NodeDrained):
             self.events.emit("node_drained", reason=error.reason, step=error.step)
-        elif isinstance(error, NodeRefused):
+        elif isinstance(error, errors.NodeRefused):
             self.events.emit("node_refused", reason=str(error))
         code, state = ended(error, exits.job.verdict_code, self.clean)
         self._recovered(self._trace.given_up(time.monotonic()))
@@ -114,7 +109,7 @@ class Journal(Companion):
             self._began = now
         return now
 
-    def joined(self, group: WorkerGroup, resumed: ResumePoint) -> None:
+    def joined(self, group: WorkerGroup, resumed: resume.ResumePoint) -> None:
         """Report a new round and of what it resumes from, also in the log."""
         resumed.log()
         if resumed.checkpoint.lost:
@@ -142,7 +137,7 @@ class Journal(Companion):
             chosen = resumed.checkpoint
             self.events.emit("checkpoint_chosen", path=chosen.path or None, step=chosen.at, reason=chosen.reason)
 
-    def of_etcd(self, outage: OutageChange) -> None:
+    def of_etcd(self, outage: agent_metrics.OutageChange) -> None:
         """Report that etcd does not answer, or does so again. Any thread may call this."""
         if outage.over:
             self.events.emit("etcd_available", endpoint=outage.endpoint, seconds=outage.seconds)
@@ -166,7 +161,7 @@ class Journal(Companion):
         changed = [(each, True) for key, each in now.items() if key not in before]
         changed += [(each, False) for key, each in before.items() if key not in now]
         for each, late in changed:
-            logger.warning("elastic_ext: %s", shown(each.text if late else f"{each.who} is late no longer"))
+            logger.warning("elastic_ext: %s", printable.shown(each.text if late else f"{each.who} is late no longer"))
             self.events.emit(
                 "straggler",
                 late=late,
@@ -237,7 +232,7 @@ class Journal(Companion):
 
     # What happens to the workers.
 
-    def workers_started(self, workers: LocalWorkers) -> None:
+    def workers_started(self, workers: companion.LocalWorkers) -> None:
         now = time.monotonic()
         self._trace.ran(now)
         pids = [workers.processes.pids[local_rank] for local_rank in sorted(workers.processes.pids)]
@@ -246,7 +241,7 @@ class Journal(Companion):
         )
         self._workers, self._began = workers, now
 
-    def check(self, workers: LocalWorkers) -> None:
+    def check(self, workers: companion.LocalWorkers) -> None:
         self._look_for_first_steps()
         saved = [progress for progress in workers.read_progress() if progress.saved_step is not None]
         newest = max(saved, key=lambda progress: progress.saved_ns, default=None)
@@ -254,7 +249,7 @@ class Journal(Companion):
             self._reported.saved_step = newest.saved_step
             self.events.emit("checkpoint_saved", step=newest.saved_step, seconds=newest.save_s)
 
-    def workers_ended(self, workers: LocalWorkers) -> None:
+    def workers_ended(self, workers: companion.LocalWorkers) -> None:
         self.check(workers)
         exits_ = workers.processes.exits
         codes = {str(rank): exits_[local].exitcode if local in exits_ else None for local, rank in workers.ranks.items()}
@@ -311,6 +306,6 @@ def ended(error: BaseException | None, verdict_code: int | None, clean: bool) ->
     code = exits.exit_code_of(error)
     if code is None:
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-    if isinstance(error, NodeDrained):
+    if isinstance(error, errors.NodeDrained):
         return code, "drained"
     return code, "signalled" if isinstance(error, SignalException) else "error"

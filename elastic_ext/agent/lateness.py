@@ -20,11 +20,8 @@ from datetime import timedelta
 from torch.distributed import DistStoreError
 
 from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
-from elastic_ext.base import round_store
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.base.printable import shown
-from elastic_ext.base.records import RecordError
-from elastic_ext.base.wakeup import held, raise_again
 from elastic_ext.hangs import lateness
 from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak
 from elastic_ext.rendezvous.address import machine
@@ -88,7 +85,7 @@ class SlowNodes:
         which = f"rank {streak.late.rank} on " if streak.late.rank >= 0 else streak.late.host  # a rank may be late on any host
         try:
             admission = self._job.replace_host(streak.late.host, reason, f"slow_node=replace: {which}")
-        except (ElasticExtError, OSError) as error:
+        except (errors.ElasticExtError, OSError) as error:
             logger.info("slow_node=replace: it is unknown whether %s leaves: %s", streak.late.host, error)
             return
         if admission.reason != self._answered:
@@ -111,6 +108,7 @@ class LatenessWatch(Companion):
         self._due: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: workers have samples; False: the round is over
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
+        self._begun = False
         self._workers: LocalWorkers | None = None
         self._store: round_store.Store | None = None
 
@@ -123,20 +121,17 @@ class LatenessWatch(Companion):
             return
         self._seen = samples
         self._due.put(True)
-        if self._thread is None:
-            thread = round_store.StoreCall(target=self._run, name="elastic_ext-lateness", daemon=True)
-            with held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
-                try:
-                    thread.start()
-                except RuntimeError as error:  # a limit on threads
-                    logger.warning("it is unknown whether a rank is late: %s", error)
-                self._thread = thread
-            raise_again(received)
+        if not self._begun:
+            self._begun = True
+            text = "it is unknown whether a rank is late: %s"
+            with threads.held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
+                self._thread = threads.started(self._run, "elastic_ext-lateness", logger.warning, text, kind=threads.StoreCall)
+            threads.raise_again(received)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         self._over.set()
         self._due.put(False)
-        if self._thread is not None and self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(JOIN_S)
 
     # On the thread.
@@ -227,7 +222,7 @@ class LatenessWatch(Companion):
             try:
                 self._await(store, key, by)
                 sample = lateness.decode(store.get(key), key)
-            except (TimeoutError, RecordError) as error:
+            except (TimeoutError, records.RecordError) as error:
                 logger.debug("lateness: no sample of node %s after step %s: %s", node, step, error)
                 continue
             nodes.append(sample)

@@ -26,12 +26,10 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import elastic_ext
-from elastic_ext.base import isolated
-from elastic_ext.base.errors import EX_CONFIG, NodeUnfit, UsageError
+from elastic_ext.base import errors, isolated
 from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
-from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.choice.agreement import Resumption
+from elastic_ext.checkpoints.choice import agreement, listing
 from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.workers.standby.modules import StandbySpec
@@ -93,13 +91,13 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     if settings.max_restarts is not None:
         spec.max_restarts = UNLIMITED if settings.max_restarts == NO_LIMIT else settings.max_restarts
     if isinstance(spec.entrypoint, str) and shutil.which(spec.entrypoint) is None:
-        raise UsageError(f"the command {spec.entrypoint!r} was not found or cannot be executed; nothing was started")
+        raise errors.UsageError(f"the command {spec.entrypoint!r} was not found or cannot be executed; nothing was started")
     program = python_program(spec.entrypoint, spec.args)
     if program is None:
         return spec
     # The worker looks up a module on its own sys.path; "${...}" is one of torch's macros.
     if not program.is_module and "${" not in program.program and not os.path.exists(program.program):
-        raise UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")
+        raise errors.UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")
     if settings.bootstrap:
         module = ("-m",) if program.is_module else ()
         spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
@@ -150,7 +148,7 @@ def make_run_dir(workers: int) -> str:
         except OSError as error:
             troubles.append(f"{parent or 'temporary files'}: {error.strerror or error}")
         logger.info("cannot keep the agent's files in %s", troubles[-1])
-    raise UsageError(
+    raise errors.UsageError(
         f"cannot create a directory for the agent's own small files ({'; '.join(troubles)}); expected a file system with "
         f"{_files(workers)} free inodes; free some, or set TMPDIR; nothing was started"
     )
@@ -176,7 +174,7 @@ def extras_fit(workers: int, left: int) -> bool:
     """
     needed = DESCRIPTORS + workers * DESCRIPTORS_PER_WORKER
     if left < needed:
-        raise UsageError(
+        raise errors.UsageError(
             f"this agent may open {left} more files, but {workers} workers need {needed}: raise the hard limit on open files "
             "(ulimit -Hn, LimitNOFILE=, --ulimit nofile=) or start fewer workers here; nothing was started"
         )
@@ -188,7 +186,7 @@ def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
 
 
-def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: Resumption) -> str:
+def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: agreement.Resumption) -> str:
     """Return the first log line of the agent. metrics: address of the metrics; None if they are not served."""
     if settings.checkpoint_dir is None:
         begins = "starts from nothing: no checkpoint_dir is set"
@@ -235,7 +233,7 @@ def check_health(settings: Settings, workers: int) -> None:
     why = unfit(ended, settings.health_timeout)
     _log_command(logging.INFO if why is None else logging.WARNING, "health check", ended)
     if why is not None:
-        raise NodeUnfit(why, by_settings=settings.health_command == PREFLIGHT and ended.code == EX_CONFIG)
+        raise errors.NodeUnfit(why, by_settings=settings.health_command == PREFLIGHT and ended.code == errors.EX_CONFIG)
 
 
 def own_check(settings: Settings, environ: Mapping[str, str], workers: int) -> tuple[str, dict[str, str]]:

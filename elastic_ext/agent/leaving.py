@@ -22,15 +22,12 @@ from types import FrameType
 
 from elastic_ext.agent import exits
 from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.base import round_store
-from elastic_ext.base.printable import shown
+from elastic_ext.base import printable, round_store, threads, torch_private
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.torch_private import ends_agent, reraise_signals
-from elastic_ext.base.wakeup import Wakeup, held, raise_again
+from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
-from elastic_ext.failures import slurm
-from elastic_ext.failures.host import deletion_grace_s
+from elastic_ext.failures import host, slurm
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.round_records import Drain
 from elastic_ext.workers.progress import Progress, ProgressTable, WakePipe
@@ -91,7 +88,7 @@ def grace_s(
 
 def time_left_s(settings: Settings, shutdown_timeout_s: float) -> float:
     """Ask the platform, and return the result of `grace_s`."""
-    pod_grace_s = deletion_grace_s(os.environ, settings.pod_file, settings.pod_api)
+    pod_grace_s = host.deletion_grace_s(os.environ, settings.pod_file, settings.pod_api)
     return grace_s(settings.platform_grace, pod_grace_s, shutdown_timeout_s, os.environ, time.time())
 
 
@@ -152,7 +149,7 @@ class SavesOnDemand(Companion):
         begin = time.monotonic()
         before = self._job.part.save_wanted
         self._job.part.request_save()
-        reraise_signals(wakeup.clear())
+        torch_private.reraise_signals(wakeup.clear())
         outcome = None
         while outcome is None and (left_s := begin + asked.wait_s - time.monotonic()) > 0:
             if processes.failed or not processes.running or self._job.part.over() is not None:
@@ -162,7 +159,7 @@ class SavesOnDemand(Companion):
             if outcome is None:
                 processes.wait(left_s, wakeup, wake_pipe)
                 again = wakeup.clear()
-                reraise_signals(again)  # those of the user
+                torch_private.reraise_signals(again)  # those of the user
                 for number in again:
                     name, left = signal.Signals(number).name, begin + asked.wait_s - time.monotonic()
                     logger.warning("%s again: waiting for the checkpoint for up to %.3g s; SIGINT ends the wait", name, left)
@@ -181,11 +178,11 @@ class SavesOnDemand(Companion):
             self._acks.put(each)
         self._shown = number
         if self._thread is None:  # a store that hangs must not block the loop
-            thread = round_store.StoreCall(target=self._acknowledge, name="elastic_ext-save", daemon=True)
-            with held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
+            thread = threads.StoreCall(target=self._acknowledge, name="elastic_ext-save", daemon=True)
+            with threads.held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
                 thread.start()
                 self._thread = thread
-            raise_again(received)
+            threads.raise_again(received)
 
     def _acknowledge(self) -> None:
         store = None
@@ -225,7 +222,7 @@ def take_as_one(received: signal.Signals, leave_by: Callable[[], float | None]) 
         return
     for number in signal.valid_signals() - set(exits.USER_SIGNALS):
         first = signal.getsignal(number)
-        if callable(first) and ends_agent(first):
+        if callable(first) and torch_private.ends_agent(first):
             signal.signal(number, _unless_there_is_time(first, leave_by))
 
 
@@ -425,7 +422,7 @@ class DrainWatch(Companion):
     def _carry_out(self, this: _UnderWay, workers: LocalWorkers) -> None:
         decided = plan_drain(self._facts(this, workers))
         if decided != this.last:
-            logger.warning("drain (%s): %s", shown(this.drain.reason), decided.reason)
+            logger.warning("drain (%s): %s", printable.shown(this.drain.reason), decided.reason)
         this.last = decided
         if decided.step is Step.ASK:
             this.asked = True

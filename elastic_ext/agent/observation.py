@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.agent import exits, verdicts
-from elastic_ext.agent.companion import LEAST_S, Companion, LocalWorkers
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.agent import companion, exits, verdicts
+from elastic_ext.base import errors, printable, threads
 from elastic_ext.base.goodput import StateSeconds
-from elastic_ext.base.printable import cut
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
@@ -33,9 +31,8 @@ from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status
 from elastic_ext.status.job_status import NodeReport, Own, ReportAges, RoundHistory, Sources, Straggler, age_s
-from elastic_ext.telemetry import families
+from elastic_ext.telemetry import families, script_metrics
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
-from elastic_ext.telemetry.script_metrics import ScriptMetrics
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -69,12 +66,10 @@ class JobView:
         self._wanted = self._closing = self._new_state = False
         self._fault = ""
         node.on_state = self._on_state
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="elastic_ext-status", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # a limit on threads
-            logger.warning("status: this agent does not show the other nodes, and they do not show this one: %s", error)
-            self._thread, self._fault = None, str(error)
+        text = "status: this agent does not show the other nodes, and they do not show this one: %s"
+        self._thread = threads.started(self._run, "elastic_ext-status", logger.warning, text)
+        if self._thread is None:
+            self._fault = "no thread can be started"
 
     def close(self, left_s: float, last_look: bool = False) -> None:
         """Report this node for the last time, for at most left_s. last_look: a viewer may still ask for the job."""
@@ -150,7 +145,7 @@ class JobView:
         shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=())
         try:
             self._handler.show(job_status.encode_report(shown), last)
-        except (ElasticExtError, OSError) as error:
+        except (errors.ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
             return False
         return True
@@ -161,7 +156,7 @@ class JobView:
         status, fault = self._status, ""
         try:
             status = self._handler.status()
-        except (ElasticExtError, OSError) as error:
+        except (errors.ElasticExtError, OSError) as error:
             fault = str(error)
             if not self._fault:  # one line when the trouble begins
                 logger.info("status: nothing new is known of the other nodes: %s", error)
@@ -284,7 +279,7 @@ class OwnNode:
     def uncompared(self, why: str) -> None:
         """Note why no replicas of workers here are compared; "" if they are, or if none need be."""
         with self._lock:
-            before, self._uncompared = self._uncompared, cut(why, job_status.MAX_WHY)
+            before, self._uncompared = self._uncompared, printable.cut(why, job_status.MAX_WHY)
         if before != self._uncompared:
             self.on_state()
 
@@ -338,7 +333,7 @@ class Serving:
             self._server.close()
 
 
-class Observation(Companion):
+class Observation(companion.Companion):
     """Shows what happens, from construction to `close`."""
 
     def __init__(
@@ -363,7 +358,7 @@ class Observation(Companion):
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
         self.node = OwnNode(handler, metrics)  # as the status shows it
-        self._scripts: ScriptMetrics | None = None
+        self._scripts: script_metrics.ScriptMetrics | None = None
         self._job: JobView | None = None
         self._serving: Serving | None = None
         self._file: pages.TextFile | None = None
@@ -389,7 +384,7 @@ class Observation(Companion):
         if not self._settings.metrics and self._settings.metrics_file is None:
             return
         try:
-            self._scripts = ScriptMetrics(os.path.join(run_dir, "metrics"))
+            self._scripts = script_metrics.ScriptMetrics(os.path.join(run_dir, "metrics"))
             self._metrics.registry.register(self._scripts)
         except OSError as error:
             logger.warning("metrics of scripts are not shown: %s", error)
@@ -402,7 +397,7 @@ class Observation(Companion):
         """Return what the script of this rank shows of itself, if it is on this node; see `ScriptMetrics.gauges`."""
         return self._scripts.gauges(rank) if self._scripts is not None else {}
 
-    def check(self, workers: LocalWorkers) -> None:
+    def check(self, workers: companion.LocalWorkers) -> None:
         if self._scripts is not None:
             self._scripts.look()
 
@@ -416,7 +411,7 @@ class Observation(Companion):
         self._metrics.uncompared(workers)
         self.node.uncompared(why)
 
-    def workers_ended(self, workers: LocalWorkers) -> None:
+    def workers_ended(self, workers: companion.LocalWorkers) -> None:
         self.late((), None)
         self.node.now(time.monotonic())  # how far they came: their progress table can still be read
         if self._scripts is not None:
@@ -480,7 +475,7 @@ class Observation(Companion):
         if self._serving is not None:
             self._serving.ended()
         if self._file is not None:
-            self._file.wait(max(LEAST_S, by - time.monotonic()))
+            self._file.wait(max(companion.LEAST_S, by - time.monotonic()))
 
     def close(self) -> None:
         """Show no more, if need be after a last scrape; see `linger_at_close`.

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from elastic_ext.base import log_records
-from elastic_ext.base.errors import UsageError, usage_errors_exit
+from elastic_ext.base import errors, log_records
 from elastic_ext.workers import limits
 
 if TYPE_CHECKING:
@@ -121,14 +120,14 @@ def check_host() -> None:
     """Raise UsageError if this host lacks what every job needs: /proc, and a directory for temporary files."""
     nothing = "nothing was started"
     if not os.path.isdir("/proc/self/fd"):
-        raise UsageError(
+        raise errors.UsageError(
             "/proc/self/fd does not exist; expected /proc to be mounted, where the agent finds its workers; run "
             f"`mount -t proc proc /proc`, or start the container with it; {nothing}"
         )
     try:
         tempfile.gettempdir()
     except FileNotFoundError as error:
-        raise UsageError(
+        raise errors.UsageError(
             f"{error.strerror}; expected one with room that this user may write to; set TMPDIR; {nothing}"
         ) from error
 
@@ -141,7 +140,7 @@ def _create(
     """begin: starts what takes its time while the rest is imported."""
     limits.open_standard()
     log_records.install()
-    with usage_errors_exit():
+    with errors.usage_errors_exit():
         check_host()
         from elastic_ext.base import settings
         from elastic_ext.rendezvous.address import own_name

@@ -18,10 +18,8 @@ from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-from elastic_ext.agent import launch
-from elastic_ext.agent.companion import Companion, LocalWorkers
-from elastic_ext.base import contracts, diagnosis, files
-from elastic_ext.base.errors import ElasticExtError, StorageAway, UsageError
+from elastic_ext.agent import companion, launch
+from elastic_ext.base import contracts, diagnosis, errors, files
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing
 from elastic_ext.checkpoints.choice.decisions import MAX_OFFERS, NONE_SAVED, NewestSaved
@@ -93,7 +91,7 @@ class MemoryCopies:
         """Return the step of the newest copy of which this node has parts, or None."""
         try:
             found = tiers.offers(open_storage(self._directory))
-        except (OSError, ElasticExtError) as error:
+        except (OSError, errors.ElasticExtError) as error:
             logger.warning("cannot list the copies in memory: %s", error)
             return None
         return next((each.step for each in found if each.name not in self.refused), None)
@@ -118,19 +116,11 @@ def remove_orphans() -> None:
 
 
 def _used(directory: str) -> int:
-    """Return the bytes that the copies have."""
-    return sum(_size(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
+    """Return the bytes that the copies have. Parts of other nodes arrive, and replace older ones, at any moment."""
+    return sum(files.size(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
 
 
-def _size(path: str) -> int:
-    """Return the bytes of a file; 0 if it has gone: parts of other nodes arrive, and replace older ones, at any moment."""
-    try:
-        return os.path.getsize(path)
-    except FileNotFoundError:
-        return 0
-
-
-class ResumePoint(Companion):
+class ResumePoint(companion.Companion):
     """The checkpoint that one round resumes from.
 
     A checkpoint in the local tier is pinned until the workers have loaded it, so that the copier cannot prune it before.
@@ -182,12 +172,12 @@ class ResumePoint(Companion):
         else:
             logger.info("starting from nothing: %s", checkpoint.reason)
 
-    def check(self, workers: LocalWorkers) -> None:
+    def check(self, workers: companion.LocalWorkers) -> None:
         # Loading is collective: once one worker has made a step, all have loaded.
         if self._pin is not None and any(progress.steps or progress.saves for progress in workers.read_progress()):
             self.release()
 
-    def workers_ended(self, workers: LocalWorkers) -> None:
+    def workers_ended(self, workers: companion.LocalWorkers) -> None:
         self.release()
         if self._copies is not None:
             rows = workers.read_progress()
@@ -227,7 +217,7 @@ class ResumePoint(Companion):
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
                 agreement.quarantine(self._settings, self.checkpoint.path, decision.kind == diagnosis.NUMERIC, reason)
-        except (UsageError, StorageAway, OSError) as error:
+        except (errors.UsageError, errors.StorageAway, OSError) as error:
             logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
 
     def _quarantine_newer(self, than: int, round_: int, shared: bool) -> None:

@@ -11,23 +11,19 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.metrics import put_metric
 
-from elastic_ext.agent import launch, verdicts
+from elastic_ext.agent import lateness, launch, leaving, verdicts
 from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
-from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
-from elastic_ext.agent.leaving import DrainWatch, SavesOnDemand
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.base import log_records, names
-from elastic_ext.base.printable import beginnings, ranks_in_words, redacted
+from elastic_ext.base import log_records, names, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
-from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
@@ -38,7 +34,7 @@ from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import limits, worker_env
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
-from elastic_ext.workers.processes import HasStopBy, WorkerProcesses, build_locks, remove_build_locks
+from elastic_ext.workers.processes import StopLimit, WorkerProcesses, build_locks, remove_build_locks
 from elastic_ext.workers.progress import EndingWorkers, ProgressTable
 
 logger = logging.getLogger(__name__)
@@ -50,20 +46,6 @@ MOST_HASHES = 128  # hashes of a worker: nine each of several sets
 
 ShowUncompared = Callable[[int | None, str], None]
 """Gets the number of workers of which nothing is compared, and why; None if no worker runs."""
-
-
-@dataclass(frozen=True)
-class StopLimit:
-    """The time by which the rendezvous wants this node's workers gone; see `RoundPart.stop_by`. wakeup: set when it changes."""
-
-    wakeup: Wakeup
-    stop_by: Callable[[], float | None]
-
-    def fileno(self) -> int:
-        return self.wakeup.fileno()
-
-    def clear(self) -> None:
-        reraise_signals(self.wakeup.clear())
 
 
 class RunningRound:
@@ -79,7 +61,7 @@ class RunningRound:
         warm: Collection[int],
         resume: ResumePoint,
         hangs: HangHandling | None,
-        saves: SavesOnDemand | None,
+        saves: leaving.SavesOnDemand | None,
         others: Iterable[Companion],
     ) -> None:
         """Notify all companions that the workers have started.
@@ -133,7 +115,7 @@ class RunningRound:
         for companion in self._companions:
             companion.check(self.workers)
 
-    def stop(self, grace_s: float, show_stacks: bool = True, limit: HasStopBy | None = None) -> None:
+    def stop(self, grace_s: float, show_stacks: bool = True, limit: StopLimit | None = None) -> None:
         """Stop the workers that still run; kill those that outlive grace_s seconds.
 
         show_stacks: before killing those, dump their stacks. limit: may shorten grace_s at any time.
@@ -170,8 +152,8 @@ class RunningRound:
             node,
             diagnosis,
             self.resume.step,
-            beginnings(self._stacks, MAX_STACKS),
-            redacted(self.resume.checkpoint.path),
+            printable.beginnings(self._stacks, MAX_STACKS),
+            printable.redacted(self.resume.checkpoint.path),
             reach,
             copied_at,
             saved_at,
@@ -255,7 +237,7 @@ class ReplicaWatch(Companion):
         faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
         for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):
             self._logged.add(text)
-            of = ranks_in_words(rank for rank, fault in faults if fault == text)
+            of = printable.ranks_in_words(rank for rank, fault in faults if fault == text)
             logger.warning("elastic_ext: integrity_every: %s: %s", of, text)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
@@ -484,7 +466,7 @@ class RoundStart:
         )
         hangs = saves = None
         if settings.bootstrap and progress is not None:
-            saves = SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
+            saves = leaving.SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
         # Without the bootstrap, workers never report progress, which is not a sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
@@ -493,14 +475,14 @@ class RoundStart:
         ending = EndingWorkers(progress, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
-        others: list[Companion] = [DrainWatch(self._handler, saves, settings)]
+        others: list[Companion] = [leaving.DrainWatch(self._handler, saves, settings)]
         if settings.integrity_every:
             others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
         measured = settings.bootstrap and settings.stragglers != "off"
         if measured and progress is not None and self._group.workers[0].world_size > 1:
-            node = OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
+            node = lateness.OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
             # It ends before those that show what it finds.
-            others.append(LatenessWatch(node, companions.compared, SlowNodes(self._handler)))
+            others.append(lateness.LatenessWatch(node, companions.compared, lateness.SlowNodes(self._handler)))
         others += companions.round_companions
         return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
 

@@ -18,24 +18,20 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
 import elastic_ext
-from elastic_ext.agent import exits, launch, leaving, resume, verdicts
-from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound, StopLimit
+from elastic_ext.agent import companions, exits, launch, leaving, resume, verdicts
+from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.events.event_table import MEMBERSHIP
-from elastic_ext.failures import slurm, user_rules
-from elastic_ext.failures.ledger import JobStopped, JobVerdict
-from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.failures import ledger, policy, slurm, user_rules
 from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, gpu_uuids, gpus_by_local_rank
-from elastic_ext.workers import limits
-from elastic_ext.workers.logs import WorkerLogs
+from elastic_ext.workers import limits, logs, processes
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +52,7 @@ class Supervisor(TorchAgent):
     def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs, *args: Any, **kwargs: Any) -> None:
         self._handler = cast("Rendezvous", spec.rdzv_handler)  # one of ours: see OneShot
         self._settings: settings_module.Settings = self._handler.settings
-        self._logs = WorkerLogs(logs_specs)
+        self._logs = logs.WorkerLogs(logs_specs)
         with usage_errors_exit():
             self._rules = user_rules.load(self._settings.rules)
             copier.claim_local_dir(self._settings)
@@ -68,7 +64,7 @@ class Supervisor(TorchAgent):
         self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
         self._verdicts = verdicts.Verdicts(self._settings, self._handler)
         self._metrics = _metrics(self._settings, self._handler, spec.local_world_size, lambda: self._round)
-        self._companions: JobCompanions  # set while run() is under way
+        self._companions: companions.JobCompanions  # set while run() is under way
         self._resume: resume.ResumePoint | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
         self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it need not leave
@@ -79,7 +75,7 @@ class Supervisor(TorchAgent):
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
         with limits.raised(), taken_for_sigterm(slurm.notices(os.environ)), self._verdicts.left(), ExitStack() as stack:
-            self._companions = JobCompanions(
+            self._companions = companions.JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )
             self._handler.on_event = self._companions.wakeup.set
@@ -116,7 +112,7 @@ class Supervisor(TorchAgent):
             with usage_errors_exit():
                 self.first_round()
                 return self._run_rounds()
-        except JobStopped as stopped:
+        except ledger.JobStopped as stopped:
             if not stopped.verdict.ends_job:
                 self._handler.leave()  # the others continue without this node
             return self._stop_for(stopped.verdict)
@@ -159,7 +155,7 @@ class Supervisor(TorchAgent):
             logger.error("%s", self._companions.journal.failed(cause, others, verdict, decision))
             self._companions.observation.decided(verdict, decision)
             self._running.resume.go_back(verdict, self._handler.node_id)
-            if decision.action is Action.STOP:
+            if decision.action is policy.Action.STOP:
                 return self._stop(verdict, decision, verdicts.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
             self._metrics.restarted(decision.kind)
@@ -171,14 +167,14 @@ class Supervisor(TorchAgent):
         ended = self._running.ended(self._handler.host, self._companions.host.evidence(), self._logs.stderr, result)
         return verdicts.failed_workers(ended, self._rules)
 
-    def _conclude(self, result: RunResult, cause: verdicts.FailedWorker) -> JobVerdict:
+    def _conclude(self, result: RunResult, cause: verdicts.FailedWorker) -> ledger.JobVerdict:
         """Return the verdict of the whole job."""
         if result.state is WorkerState.UNHEALTHY:
             return self._verdicts.kernel_sleep()
         with self._phase("verdict"):
             return self._handler.part.conclude(self._running.report(self._handler.host, cause.diagnosis))
 
-    def _prepare_restart(self, verdict: JobVerdict, decision: Decision) -> None:
+    def _prepare_restart(self, verdict: ledger.JobVerdict, decision: policy.Decision) -> None:
         """Do what the verdict requires before the next round, and wait as long as it says. A signal ends the wait."""
         if decision.charged:
             self.charge_restart()
@@ -187,12 +183,12 @@ class Supervisor(TorchAgent):
         self._metrics.enter(families.BACKOFF)
         _wait(decision.delay_s, self._companions.wakeup)
 
-    def _stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
+    def _stop(self, verdict: ledger.JobVerdict, decision: policy.Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
         self._count_workers("failed")
         self.group.state = WorkerState.FAILED
         return self._verdicts.stop(verdict, decision, failures)
 
-    def _stop_for(self, verdict: JobVerdict) -> RunResult:
+    def _stop_for(self, verdict: ledger.JobVerdict) -> RunResult:
         """Stop for a reason other than a failed worker on this node."""
         self._stop_round()
         decision = self._for_this_node(verdict)
@@ -200,7 +196,7 @@ class Supervisor(TorchAgent):
         self._companions.observation.decided(verdict, decision)
         return self._stop(verdict, decision, verdicts.remote_failure(verdict))
 
-    def _for_this_node(self, verdict: JobVerdict) -> Decision:
+    def _for_this_node(self, verdict: ledger.JobVerdict) -> policy.Decision:
         return verdict.for_node(self._handler.node_id, self._settings.exit_codes)
 
     def _save_before_leaving(self, error: SignalException) -> None:
@@ -262,7 +258,7 @@ class Supervisor(TorchAgent):
         round_ = self._round
         if round_ is None or round_.stopped:
             return
-        limit = StopLimit(self._companions.wakeup, self._handler.part.stop_by)
+        limit = processes.StopLimit(self._companions.wakeup, self._handler.part.stop_by)
         with self._phase("stop"):
             round_.stop(self._grace_s if grace_s is None else grace_s, show_stacks=grace_s is None, limit=limit)
         self._count_workers("stopped")

@@ -14,22 +14,19 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
 
-from elastic_ext.agent import exits, launch
-from elastic_ext.agent.companion import LocalWorkers
+from elastic_ext.agent import companion, exits, launch
 from elastic_ext.base import diagnosis
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, StorageAway
 from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
-from elastic_ext.failures import policy
+from elastic_ext.failures import joint_evidence, policy, user_rules
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import HostEvidence, HostProbe
-from elastic_ext.failures.joint_evidence import NO_RANK
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.rules import STOP_REQUESTED, says_why_all_leave
-from elastic_ext.failures.user_rules import UserRule
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import host_of
@@ -47,7 +44,7 @@ class EndedRound:
 
     node: str  # the name of this host
     host: HostEvidence  # the evidence of this host from the time of the round
-    workers: LocalWorkers
+    workers: companion.LocalWorkers
     stderr: StderrTails  # the last lines that the workers wrote to stderr
     warm: Collection[int]  # workers whose processes were warm standbys
     hung: Mapping[int, Stuck]  # workers that the others waited for
@@ -55,7 +52,7 @@ class EndedRound:
     asked_to_end: bool  # count a worker that was asked to end as failed, however it ended, because none failed unasked
 
 
-def failed_workers(ended: EndedRound, rules: Sequence[UserRule]) -> list[FailedWorker]:
+def failed_workers(ended: EndedRound, rules: Sequence[user_rules.UserRule]) -> list[FailedWorker]:
     """Judge each worker that did not end well, one by one."""
     failed = []
     for local_rank, pid in ended.workers.processes.pids.items():
@@ -93,7 +90,7 @@ def cause_and_others(failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list
     return cause, [worker for worker in failed if worker is not cause]
 
 
-def failed_by_itself(workers: LocalWorkers) -> bool:
+def failed_by_itself(workers: companion.LocalWorkers) -> bool:
     """Return whether one of the workers that were asked to end had failed before.
 
     A worker that ends with an exception closes its connections. The others can fail because of that, and break the round, before
@@ -107,7 +104,7 @@ def failed_by_itself(workers: LocalWorkers) -> bool:
     )
 
 
-def says_why(workers: LocalWorkers, stderr: StderrTails) -> bool:
+def says_why(workers: companion.LocalWorkers, stderr: StderrTails) -> bool:
     """Return whether one of the workers that were asked to end was about to leave with the others, and has said why."""
     return any(
         exit_.failed and says_why_all_leave(stderr.tail(local_rank) or "")
@@ -115,7 +112,7 @@ def says_why(workers: LocalWorkers, stderr: StderrTails) -> bool:
     )
 
 
-def stopped(workers: LocalWorkers) -> bool:
+def stopped(workers: companion.LocalWorkers) -> bool:
     """Return whether a worker was stopped, or has failed; else all have ended well before."""
     return any(exit_.failed or exit_.stop_sent_ns is not None for exit_ in workers.processes.exits.values())
 
@@ -212,7 +209,7 @@ def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Dia
 
     decision: for this node. here: what failed on it, if anything did; a failure that follows from another one is left out.
     """
-    line = _line(decision, f"on {verdict.host}: " if verdict.rank != NO_RANK else "")
+    line = _line(decision, f"on {verdict.host}: " if verdict.rank != joint_evidence.NO_RANK else "")
     if here is not None and here.kind != diagnosis.CASCADE:
         line += f"; here: {describe(here.evidence)}"
     if verdict.shown_by not in ("", node):

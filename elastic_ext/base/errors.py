@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from elastic_ext.base import log_records
-from elastic_ext.base.printable import shown
+from elastic_ext.base import log_records, printable
 
 EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
 EX_TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: another try may help
@@ -21,7 +20,7 @@ class ElasticExtError(Exception):
     __module__ = _PUBLIC
 
     def __str__(self) -> str:
-        return shown(super().__str__())
+        return printable.shown(super().__str__())
 
 
 class UsageError(ElasticExtError):

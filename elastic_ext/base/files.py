@@ -20,6 +20,14 @@ from pathlib import Path
 from elastic_ext.base.wakeup import readable
 
 
+def size(path: str) -> int:
+    """Return the bytes of a file; 0 if it is not there, or has just gone."""
+    try:
+        return os.path.getsize(path)
+    except FileNotFoundError:
+        return 0
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file with one that holds this; the umask sets its mode. Raises OSError, and then leaves no part file.
 

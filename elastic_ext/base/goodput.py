@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -173,7 +172,7 @@ class HostRecord:
 
 
 def encode(record: HostRecord | Shared) -> str:
-    return json.dumps({"schema": SCHEMA, **records.plain(record)}, separators=(",", ":"))
+    return records.encode(record, SCHEMA)
 
 
 def decode(text: str | bytes, what: str) -> HostRecord:

@@ -28,8 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.base import isolated
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base import errors, isolated
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ QUIET_GRPC = {"GRPC_VERBOSITY": "NONE"}  # what it prints on stderr of a port th
 Message = dict[str, str | int]
 
 
-class HelperFailed(ElasticExtError):
+class HelperFailed(errors.ElasticExtError):
     """The helper cannot be started, or what it serves does not come up."""
 
 
@@ -244,7 +243,7 @@ class HelperConnection:
                 with self._lock:
                     if self._leaving:  # it began while there was no connection
                         send(self._connection, {"say": "leaves"})
-            except (ElasticExtError, OSError) as error:
+            except (errors.ElasticExtError, OSError) as error:
                 logger.error("%s", error)
                 self._on_message({"say": "failed", "text": str(error)})
                 return

@@ -13,7 +13,7 @@ import json
 import math
 import types
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -67,9 +67,12 @@ def stored_as(key: str) -> Mapping[str, str]:
     return {_KEY: key}
 
 
-def _key(of: Field[Any]) -> str:
-    key: str = of.metadata.get(_KEY, of.name)
-    return key
+@cache
+def _names(kind: type) -> Mapping[str, str]:
+    """Return the names of a record's fields, by key. Raises TypeError: it is not a dataclass."""
+    if not is_dataclass(kind):
+        raise TypeError(f"expected a dataclass, got a {kind.__name__}")
+    return {of.metadata.get(_KEY, of.name): of.name for of in fields(kind)}
 
 
 def plain(record: object) -> dict[str, Any]:
@@ -77,9 +80,12 @@ def plain(record: object) -> dict[str, Any]:
 
     Raises TypeError: it is not a dataclass.
     """
-    if not is_dataclass(record):
-        raise TypeError(f"expected a dataclass, got a {type(record).__name__}")
-    return {_key(of): _plain_value(getattr(record, of.name)) for of in fields(record)}
+    return {key: _plain_value(value) for key, value in _values(record).items()}
+
+
+def _values(record: object) -> dict[str, object]:
+    kind: Any = type(record)
+    return {key: getattr(record, name) for key, name in _names(kind).items()}
 
 
 def _plain_value(value: object) -> object:
@@ -88,6 +94,14 @@ def _plain_value(value: object) -> object:
     if isinstance(value, (list, tuple)):
         return [_plain_value(each) for each in value]
     return plain(value) if is_dataclass(value) else value
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), default=_plain_value)  # made once: a leader writes thousands of records
+
+
+def encode(record: object, schema: int) -> str:
+    """Return a record as JSON, in the form that `read` reads."""
+    return _ENCODER.encode({"schema": schema, **_values(record)})
 
 
 def read(kind: type[T], data: bytes | str, what: str, schema: int) -> T:
@@ -168,7 +182,7 @@ Make = Callable[[object], object]
 @cache
 def _dataclass(kind: Any) -> Make:
     hints = get_type_hints(kind, include_extras=True)
-    makers = {_key(of): (of.name, _maker(hints[of.name])) for of in fields(kind)}
+    makers = {key: (name, _maker(hints[name])) for key, name in _names(kind).items()}
 
     def make(value: object) -> object:
         if not isinstance(value, Mapping):

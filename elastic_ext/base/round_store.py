@@ -24,9 +24,6 @@ A TCPStore has no authentication: anyone who can reach its port can write to it.
 
 from __future__ import annotations
 
-import atexit
-import threading
-import time
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -90,16 +87,3 @@ def connect(host: str, port: int) -> Store:
     with names.connecting(host):
         tcp = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
     return cast(Store, PrefixStore(PREFIX, tcp))
-
-
-class StoreCall(threading.Thread):
-    """A thread of the agent in torch's C++ code: one that returns from it while the interpreter ends aborts the process."""
-
-
-@atexit.register
-def await_calls(timeout_s: float = 3.0) -> None:
-    """Wait for all calls, also those in the stores of earlier rounds. Runs as the process ends."""
-    deadline = time.monotonic() + timeout_s
-    for call in threading.enumerate():
-        if isinstance(call, StoreCall):
-            call.join(max(0.0, deadline - time.monotonic()))

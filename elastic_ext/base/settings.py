@@ -19,11 +19,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.base import files
-from elastic_ext.base.diagnosis import KINDS
+from elastic_ext.base import diagnosis, files, records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal, printable
-from elastic_ext.base.records import MAX_NAME, is_name
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -91,7 +89,7 @@ def one_of(*choices: str) -> SettingType:
 
 def _kind_limits(text: str) -> tuple[tuple[str, int], ...]:
     limits = {kind: int(count) for kind, _, count in (each.partition(":") for each in text.split())}
-    if not limits or not limits.keys() <= set(KINDS) or min(limits.values()) < 0:
+    if not limits or not limits.keys() <= set(diagnosis.KINDS) or min(limits.values()) < 0:
         raise ValueError(text)
     return tuple(limits.items())
 
@@ -134,7 +132,7 @@ def _directory(text: str) -> str:
 
 def _name(text: str) -> str:
     """Check a name that becomes part of etcd keys, followed by a number and a process id."""
-    if not is_name(text) or len(text) > MAX_NAME // 2:
+    if not records.is_name(text) or len(text) > records.MAX_NAME // 2:
         raise ValueError(text)
     return text
 
@@ -152,7 +150,7 @@ PORT = SettingType(_int_within(0, 65535), "a port number, 0 to 65535")
 RESTARTS = SettingType(_int_within(-1), "a whole number, or -1 for no limit")
 # The items of lists are separated by spaces, since --rdzv-conf cannot hold commas.
 KIND_LIMITS = SettingType(
-    _kind_limits, f"kinds with a limit for each, e.g. 'hang:3 network:20'; the kinds are {', '.join(KINDS)}"
+    _kind_limits, f"kinds with a limit for each, e.g. 'hang:3 network:20'; the kinds are {', '.join(diagnosis.KINDS)}"
 )
 MODULES = SettingType(_modules, "names of modules, separated by spaces")
 PATTERN = SettingType(
@@ -163,7 +161,7 @@ DIRECTORY = SettingType(
     _directory, "a non-empty text: a URL or a path, which must be absolute if the working directory has been removed"
 )
 SECRET = SettingType(_text, "a non-empty text", secret=True)
-NAME = SettingType(_name, f"1 to {MAX_NAME // 2} printable characters without a /")
+NAME = SettingType(_name, f"1 to {records.MAX_NAME // 2} printable characters without a /")
 
 STEP, EPOCH = "{step}", "{epoch}"
 _WILD = {"*": ".*", "?": ".", STEP: "(?P<step>[0-9]{1,18})", EPOCH: "(?P<epoch>[0-9]{1,18})"}

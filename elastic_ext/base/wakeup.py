@@ -1,7 +1,6 @@
-"""Signals on the way to this process: a file descriptor that becomes readable when one arrives or another thread calls `set`; and
-those that end the process, held back while it does what must not be skipped.
+"""A file descriptor that becomes readable when a signal arrives at this process or another thread calls `set`.
 
-Without the descriptor, Python would handle a signal that arrives just before the main thread waits only when something else ends
+Without it, Python would handle a signal that arrives just before the main thread waits only when something else ends
 the wait: Python runs signal handlers in the main thread between bytecodes, never inside poll(2).
 """
 
@@ -12,9 +11,6 @@ import select
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 MAX_MS = 2**31 - 1  # the longest timeout of poll(2), 24 days; callers look again after that
 
@@ -120,55 +116,3 @@ class Wakeup:
         except BlockingIOError:
             pass
         return frozenset(seen)
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # torch turns them into an exception that ends the agent
-
-
-@contextmanager
-def held() -> Iterator[list[int]]:
-    """Inside this context these signals only wake, and go into the list that it yields; those that are ignored stay so.
-
-    So do others that end the agent: those of torchrun's --signals-to-handle, and Slurm's notices before a time limit.
-
-    Only the main thread may change that; agents of other threads get none. Raise them again, if nobody else ends the process.
-    """
-    from elastic_ext.base.torch_private import ends_agent  # not at the top: processes without torch import this module
-
-    received: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield received
-        return
-    handlers = {number: signal.getsignal(number) for number in map(int, signal.valid_signals())}
-    before = {
-        number: handler
-        for number, handler in handlers.items()
-        if (number in SIGNALS or ends_agent(handler))
-        and handler not in (None, signal.SIG_IGN)  # None: not Python's, and could not be put back
-    }
-    holds = True
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        if holds:
-            received.append(number)
-        else:  # its exception ends the loop below
-            put_back()
-            signal.raise_signal(number)
-
-    def put_back() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    try:
-        for number in before:
-            signal.signal(number, hold)
-        yield received
-    finally:
-        holds = False
-        put_back()
-
-
-def raise_again(received: list[int]) -> None:
-    """Let these signals do what they would have done."""
-    for number in received:
-        signal.raise_signal(number)

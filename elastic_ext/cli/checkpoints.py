@@ -13,8 +13,7 @@ from dataclasses import asdict
 
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.choice.decisions import Choice
+from elastic_ext.checkpoints.choice import decisions, listing
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import Storage, open_storage
@@ -138,7 +137,7 @@ def _ls(args: argparse.Namespace) -> int:
     return 0
 
 
-def _resumes_from(choice: Choice, storage: Storage, pattern: str) -> str:
+def _resumes_from(choice: decisions.Choice, storage: Storage, pattern: str) -> str:
     if choice.resume is not None:
         return f"* a job would resume from this one: {shown(choice.resume.reason)}"
     if choice.all_bad:

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
-from elastic_ext.base import log_records
-from elastic_ext.base.errors import EX_CONFIG, UsageError
-from elastic_ext.base.printable import shown
+from elastic_ext.base import errors, log_records, printable
 from elastic_ext.cli import checkpoints, plan, print_error, requests, status, timeline
 
 
@@ -27,9 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args = parser().parse_args(argv)
         return int(args.run(args))
-    except UsageError as error:
+    except errors.UsageError as error:
         print_error(str(error))
-        return EX_CONFIG
+        return errors.EX_CONFIG
     except BrokenPipeError:  # the reader of our output closed the pipe, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -95,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser that exits with 78 for wrong usage, like the rest of this project, not with argparse's 2."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(EX_CONFIG, shown(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
+        self.exit(errors.EX_CONFIG, printable.shown(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
 
 
 class _PrintCompletion(argparse.Action):
@@ -105,7 +103,7 @@ class _PrintCompletion(argparse.Action):
         try:
             import shtab
         except ImportError as error:
-            raise UsageError(f"--print-completion needs shtab: pip install 'elastic_ext[completion]' ({error})") from error
+            raise errors.UsageError(f"--print-completion needs shtab: pip install 'elastic_ext[completion]' ({error})") from error
         _complete_paths(parser, {"FILE": shtab.FILE, "EVENTS": shtab.FILE, "DIR": shtab.DIRECTORY})
         print(shtab.complete(parser, values))
         parser.exit()
@@ -124,5 +122,5 @@ def _doctor(args: argparse.Namespace) -> int:
     from elastic_ext.cli import doctor, preflight  # imported here, because no other command needs their imports
 
     if args.alone and not args.preflight:
-        raise UsageError("doctor: --alone needs --preflight")
+        raise errors.UsageError("doctor: --alone needs --preflight")
     return preflight.run(args) if args.preflight else doctor.run(args)

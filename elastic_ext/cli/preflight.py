@@ -22,8 +22,7 @@ from typing import IO, Any
 from elastic_ext.base import isolated, names
 from elastic_ext.base.errors import EX_UNAVAILABLE
 from elastic_ext.base.settings import Settings
-from elastic_ext.cli import FAIL, OK, WARN, Finding, as_json, exit_code, one_line, rendered
-from elastic_ext.cli.doctor import PROBE_S, check_settings
+from elastic_ext.cli import FAIL, OK, WARN, Finding, as_json, doctor, exit_code, one_line, rendered
 from elastic_ext.failures import slurm
 
 PROBE = str(Path(__file__).with_name("preflight_probe.py"))
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     Of several processes that measure together rank 0 prints; another one prints only why it cannot take part.
     """
     read: list[Settings] = []
-    first = check_settings(args.rdzv_conf, os.environ, read)
+    first = doctor.check_settings(args.rdzv_conf, os.environ, read)
     if not read:
         return _print([first], args.json)
     variables = {} if args.alone else party(os.environ)
@@ -144,7 +143,7 @@ def _messages(pipe: IO[bytes], limit_s: float) -> Iterator[dict[str, Any]]:
     """Yield the child's messages until it ends. Raises TimeoutError."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
-    within_s, rest = PROBE_S, b""
+    within_s, rest = doctor.PROBE_S, b""
     deadline = time.monotonic() + within_s
     while poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
         chunk = os.read(pipe.fileno(), 65536)

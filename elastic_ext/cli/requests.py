@@ -12,11 +12,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.base import records, settings
+from elastic_ext.base import printable, records, settings
 from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE, UsageError
-from elastic_ext.base.printable import counted
-from elastic_ext.cli import Commands, print_error, print_line
-from elastic_ext.cli.job_source import add_job, job_client, seconds
+from elastic_ext.cli import Commands, job_source, print_error, print_line
 from elastic_ext.etcd import EtcdClient, Event, Snapshot, errors, values
 from elastic_ext.failures.ledger import encode_ledger, given_back
 from elastic_ext.rendezvous import drains, header_record, job_records, job_status, tasks
@@ -43,11 +41,11 @@ def add_command(commands: Commands) -> None:
     )
     drain.epilog = "Exit codes: " + "; ".join(f"{code}: {meaning}" for code, meaning in MEANINGS.items()) + "."
     drain.add_argument("node", metavar="NODE", help="a host, or the id of a node on it, as `elastic-ext status` shows them")
-    add_job(drain)
+    job_source.add_job(drain)
     drain.add_argument("--reason", metavar="TEXT", default="", help="why: for logs, the status, and an agent started there again")
     drain.add_argument(
         "--timeout",
-        type=seconds,
+        type=job_source.seconds,
         metavar="S",
         default=TIMEOUT_S,
         help="seconds to wait for the checkpoint, and then for the job to run; default: %(default)g",
@@ -62,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Drain, or undo it; return one of MEANINGS. Raises UsageError. TLS and user come from the settings, as for an agent."""
     with contextlib.ExitStack() as stack:
         try:
-            client = stack.enter_context(job_client(args.rdzv_endpoint, args.rdzv_id))
+            client = stack.enter_context(job_source.job_client(args.rdzv_endpoint, args.rdzv_id))
             if args.undo:
                 print_line(undo(client, args.rdzv_id, args.node))
                 return 0
@@ -130,7 +128,7 @@ def drain_outcome(asked: DrainAsked, seen: Seen) -> DrainOutcome | None:
         return None
     step = max((each.step for each in seen.done), default=-1)
     saved = f"saved step {step}, " if step >= 0 else ""
-    runs = f"round {header.round} runs with {counted(header.nodes, 'node')}"
+    runs = f"round {header.round} runs with {printable.counted(header.nodes, 'node')}"
     return DrainOutcome(Ending.DRAINED, f"{asked.host} has left: {saved}{runs}")
 
 

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from elastic_ext.base import files
-from elastic_ext.base.errors import UsageError
+from elastic_ext.base import errors, files
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings, torch_number
@@ -63,10 +62,10 @@ def parse(text: str, local_addr: str | None) -> StoreEndpoint:
     match = _ENDPOINT.fullmatch(text.strip())
     number = int(match["port"] or DEFAULT_PORT) if match is not None else 0
     if match is None or not 0 < number < 1 << 16:
-        raise UsageError(f"--rdzv-endpoint={printable(text)}: {example}, and a port from 1 to 65535")
+        raise errors.UsageError(f"--rdzv-endpoint={printable(text)}: {example}, and a port from 1 to 65535")
     host = match["bracketed"] or match["name"] or match["bare"]
     if (address.is_loopback(host.lower()) or host in ("0.0.0.0", "::")) and not local_addr:
-        raise UsageError(
+        raise errors.UsageError(
             f"--rdzv-endpoint={printable(text)} with several nodes: {host} is another machine on each machine; {example}; or, "
             "if all nodes are agents on this one machine, add --local-addr=127.0.0.1"
         )
@@ -88,7 +87,7 @@ def decide(endpoint: StoreEndpoint, is_host: bool | None, resolved: Sequence[str
     here = [each for each in resolved if each in own or address.is_loopback(each)]
     elsewhere = [each for each in resolved if each not in here and not each.startswith("fe80:")]
     if here and elsewhere:
-        raise UsageError(
+        raise errors.UsageError(
             f"--rdzv-endpoint={endpoint}: names this host ({', '.join(here)}) and others ({', '.join(elsewhere)}); "
             "expected a name of one host, or is_host=1 in --rdzv-conf on one node and is_host=0 on the others"
         )
@@ -149,7 +148,7 @@ def _flag(params: RendezvousParameters, key: str) -> bool | None:
     try:
         return cast("bool | None", params.get_as_bool(key))
     except ValueError as error:
-        raise UsageError(f"--rdzv-conf={key}={printable(str(params.config[key]))}: expected 1 or 0") from error
+        raise errors.UsageError(f"--rdzv-conf={key}={printable(str(params.config[key]))}: expected 1 or 0") from error
 
 
 class _Folder:
@@ -176,7 +175,7 @@ class EmbeddedStore:
     def __init__(self, params: RendezvousParameters, settings: Settings, environ: Mapping[str, str]) -> None:
         """Start the store if this node hosts it. Raises UsageError, HelperFailed."""
         if params.get("store_type", "tcp").strip().lower() != "tcp":
-            raise UsageError("--rdzv-conf=store_type: ext_c10d has one kind of store; expected tcp, or nothing")
+            raise errors.UsageError("--rdzv-conf=store_type: ext_c10d has one kind of store; expected tcp, or nothing")
         self._params, self._settings = params, torch_settings(params.config, settings)
         self.endpoint = parse(address.endpoint_of(params.endpoint, params.max_nodes, environ), params.local_addr)
         self._wait_s = torch_number(params.config, "read_timeout", START_S)

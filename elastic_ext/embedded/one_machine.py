@@ -15,26 +15,18 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.base import goodput, names, round_store
-from elastic_ext.base.contracts import Exchange, SingleNode
+from elastic_ext.base import contracts, goodput, names, round_store
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
-from elastic_ext.etcd import CallObserver
-from elastic_ext.etcd.messages import etcdrpc
-from elastic_ext.etcd.values import Delete
+from elastic_ext.etcd import CallObserver, messages, values
 from elastic_ext.failures import joint_evidence, judgement
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
-from elastic_ext.rendezvous import contract, judging
-from elastic_ext.rendezvous.address import check_own, checked_address, host_of, own_address, own_name
-from elastic_ext.rendezvous.drains import Admission, Answer
-from elastic_ext.rendezvous.job_status import JobStatus
-from elastic_ext.rendezvous.keys import JobKeys, checked
+from elastic_ext.rendezvous import address, contract, drains, job_status, judging, keys, rounds
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.round_store import serve
-from elastic_ext.rendezvous.rounds import STALLED
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +44,7 @@ class JobFile:
         if path:
             check_ledger_path(path)
         self._path = Path(path) if path else None
-        self._keys, self._own = JobKeys(run_id), JobKeys(run_id).goodput + host
+        self._keys, self._own = keys.JobKeys(run_id), keys.JobKeys(run_id).goodput + host
         self._keyspace, self._lock = Keyspace(), threading.Lock()
         self._snapshot = SnapshotFile(self._keyspace, run_id, path, lambda line: logger.warning("%s", line)) if path else None
         self._shared = self._over = False
@@ -130,7 +122,7 @@ class JobFile:
         return {kv.key.decode(errors="replace"): kv.value.decode(errors="replace") for kv in kvs}
 
     def _delete(self, prefix: str) -> None:
-        self._keyspace.txn(etcdrpc().TxnRequest(success=[Delete(prefix, prefix=True).message()]))
+        self._keyspace.txn(messages.etcdrpc().TxnRequest(success=[values.Delete(prefix, prefix=True).message()]))
 
     def _save(self) -> None:
         if self._snapshot is not None:
@@ -156,8 +148,8 @@ class OneRound:
         """Return None: torch works the ranks out through its store."""
 
     @property
-    def exchange(self) -> Exchange:
-        return SingleNode()
+    def exchange(self) -> contracts.Exchange:
+        return contracts.SingleNode()
 
     def over(self) -> contract.RoundEnd | None:
         return self._over
@@ -171,7 +163,7 @@ class OneRound:
 
     def report_stall(self, stalled: bool) -> None:
         if stalled:
-            self._end(contract.RoundEnd(contract.EndKind.STALLED, STALLED))
+            self._end(contract.RoundEnd(contract.EndKind.STALLED, rounds.STALLED))
 
     def _end(self, over: contract.RoundEnd) -> None:
         self._over = self._over or over
@@ -215,13 +207,13 @@ class OneMachine(contract.Base):
 
     def __init__(self, params: rendezvous.RendezvousParameters, settings: Settings) -> None:
         """Raises UsageError if the run id, the address of this node or the path of the ledger cannot be used."""
-        checked(params.run_id)
+        keys.checked(params.run_id)
         if params.local_addr:
-            checked_address(params.local_addr)
-        self.address = own_address(params.local_addr, host_of(params.endpoint), params.max_nodes)
-        check_own(params.local_addr, self.address)
+            address.checked_address(params.local_addr)
+        self.address = address.own_address(params.local_addr, address.host_of(params.endpoint), params.max_nodes)
+        address.check_own(params.local_addr, self.address)
         super().__init__(params, settings)
-        self.host = self.node_id = own_name(settings)
+        self.host = self.node_id = address.own_name(settings)
         names.ask(self.address)
         self.part = OneRound(0, self)
         self.launch = secrets.token_hex(8)
@@ -301,16 +293,16 @@ class OneMachine(contract.Base):
     def revocation(self) -> None:
         """Return None: there is no other node."""
 
-    def replace_host(self, host: str, reason: str, because: str) -> Admission:
-        return Admission(Answer.TOO_FEW, "there is one node only", Header())
+    def replace_host(self, host: str, reason: str, because: str) -> drains.Admission:
+        return drains.Admission(drains.Answer.TOO_FEW, "there is one node only", Header())
 
     def show(self, report: str, last: bool) -> None:
         """Do nothing: there is nowhere to show it; the agent has its own page."""
 
-    def status(self) -> JobStatus:
+    def status(self) -> job_status.JobStatus:
         state = State.FORMING if not self.round else State.DONE if self._done else State.RUNNING
         header = Header(self.round, state, job=self.launch)
-        return JobStatus(self.get_run_id(), header, {}, {}, self._file.ledger, {}, unknown={})
+        return job_status.JobStatus(self.get_run_id(), header, {}, {}, self._file.ledger, {}, unknown={})
 
     def leave(self) -> None:
         """Do nothing: there are no other nodes."""

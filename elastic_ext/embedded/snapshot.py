@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import json
 import secrets
 import time
 from collections.abc import Callable
@@ -130,7 +129,7 @@ class SnapshotFile:
         saved = tuple(self._saved(kv, now) for kv in {kv.key: kv for kv in kvs}.values())
         before, revision = self._before, self._keyspace.revision
         file = SavedFile(before.launch, before.starts + 1, revision, int(time.time()), saved, self._run_id)
-        return json.dumps({"schema": SCHEMA, **records.plain(file)})
+        return records.encode(file, SCHEMA)
 
     def _saved(self, kv: Message, now: float) -> SavedKey:
         left_s = 0

@@ -12,10 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from elastic_ext.etcd import errors, vendor
+from elastic_ext.etcd import errors, messages, vendor
 from elastic_ext.etcd.endpoints import Connection, Endpoints, Stubs
 from elastic_ext.etcd.errors import ErrorKind, EtcdError, RpcFailure, TlsError, Unavailable
-from elastic_ext.etcd.messages import etcdrpc
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Tokens:
 
     @staticmethod
     def _authenticate(connection: Connection, user: User, timeout_s: float) -> str:
-        rpc = etcdrpc()
+        rpc = messages.etcdrpc()
         request = rpc.AuthenticateRequest(name=user.name, password=user.password)
         try:
             # Not through etcd3: its constructor authenticates only once.
@@ -169,7 +168,7 @@ def check_alive(connection: Connection, timeout_s: float, again: bool) -> None:
     again: the endpoint has just failed, so wait a moment for the connection. Otherwise the call would fail at once while gRPC
     believes the endpoint is down; and old versions of gRPC (1.48, 1.62) connect only while a call waits.
     """
-    rpc = etcdrpc()
+    rpc = messages.etcdrpc()
     stub = rpc.MaintenanceStub(connection.channel)
     limit = min(timeout_s, _CONNECT_S) if again else timeout_s
     try:

@@ -20,13 +20,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from elastic_ext.etcd import values
+from elastic_ext.etcd import errors, values, watch
 from elastic_ext.etcd.calls import BESIDE_S, Caller, CallObserver, Tokens, User, ask, race
 from elastic_ext.etcd.endpoints import Endpoints, Stubs, Tls, parse_endpoints
-from elastic_ext.etcd.errors import Compacted, ConfigError, LeaseLost
 from elastic_ext.etcd.lease import LeaseRenewer
 from elastic_ext.etcd.messages import Message, etcdrpc
-from elastic_ext.etcd.watch import SnapshotWatch, WatchStream
 
 
 @dataclass(frozen=True)
@@ -104,14 +102,14 @@ class EtcdClient:
             first: index of the endpoint to begin with; random by default.
         """
         if (user is None) != (password is None):
-            raise ConfigError("etcd: expected both a user and a password, got only one")
+            raise errors.ConfigError("etcd: expected both a user and a password, got only one")
         self._closed = threading.Event()
         self._tokens = Tokens(User(user, password) if user is not None and password is not None else None)
         self._endpoints = Endpoints(parse_endpoints(endpoints), tls, first)
         self._caller = Caller(self._endpoints, self._tokens, timeout_s, self._closed)
         self.timeout_s = timeout_s  # default for each call
         self.renewer = LeaseRenewer(self.lease_keep_alive, self._closed)  # keeps the leases of `LeaseSession`s alive
-        self.watches = WatchStream(self._caller, self.revision)  # the stream of all watches
+        self.watches = watch.WatchStream(self._caller, self.revision)  # the stream of all watches
         self.membership = Membership(self._caller)  # the members of the cluster
 
     def __repr__(self) -> str:
@@ -165,7 +163,7 @@ class EtcdClient:
         while True:
             try:
                 return self._pages(prefix, keys_only, deadline)
-            except Compacted:  # between two pages: begin again at a newer revision
+            except errors.Compacted:  # between two pages: begin again at a newer revision
                 if self.now() > deadline:
                     raise
 
@@ -232,9 +230,9 @@ class EtcdClient:
             return self._ask(what, send, timeout_s=timeout_s)
         return self._write(what, send, timeout_s=timeout_s)
 
-    def watch_with_snapshot(self, prefix: values.Key, on_item: Callable[[], None] | None = None) -> SnapshotWatch:
+    def watch_with_snapshot(self, prefix: values.Key, on_item: Callable[[], None] | None = None) -> watch.SnapshotWatch:
         """Deliver the keys first, then their changes: see `SnapshotWatch`."""
-        return SnapshotWatch(self, prefix, on_item)
+        return watch.SnapshotWatch(self, prefix, on_item)
 
     # Leases
 
@@ -251,7 +249,7 @@ class EtcdClient:
 
     def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:
         """Delete the lease and its keys; do nothing if there is no such lease."""
-        with contextlib.suppress(LeaseLost):  # expired, or revoked by an attempt whose answer was lost
+        with contextlib.suppress(errors.LeaseLost):  # expired, or revoked by an attempt whose answer was lost
             self._ask(f"revoke lease {lease_id:x}", lambda etcd: etcd.revoke_lease(lease_id), timeout_s=timeout_s)
 
     def lease_keep_alive(

@@ -18,8 +18,7 @@ import threading
 import types
 from pathlib import Path
 
-from elastic_ext.etcd import messages
-from elastic_ext.etcd.errors import ConfigError
+from elastic_ext.etcd import errors, messages
 
 VERSION = "0.12.0"
 _INSTALL = f"pip install --force-reinstall etcd3=={VERSION}"
@@ -85,18 +84,18 @@ def check_distribution() -> None:
     try:
         distribution = importlib.metadata.distribution("etcd3")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"the etcd client needs etcd3=={VERSION}, which is not installed: {_INSTALL}") from None
+        raise errors.ConfigError(f"the etcd client needs etcd3=={VERSION}, which is not installed: {_INSTALL}") from None
     if distribution.version != VERSION:
-        raise ConfigError(f"the etcd client needs etcd3=={VERSION}, found {distribution.version}: {_INSTALL}")
+        raise errors.ConfigError(f"the etcd client needs etcd3=={VERSION}, found {distribution.version}: {_INSTALL}")
     expected = Path(str(distribution.locate_file("etcd3/client.py")))
     found = _module_folder()
     if found is None or not expected.exists() or not expected.parent.samefile(found):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the module etcd3 found at {found} is not that of etcd3=={VERSION} ({expected.parent}): "
             "another distribution of that name comes first; uninstall it, or move it to the end of the path"
         )
     if not _unchanged(distribution, expected):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{expected} is not the file that etcd3=={VERSION} installed: another distribution (etcd3-py?) wrote over it; "
             f"uninstall that one, then {_INSTALL}"
         )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from elastic_ext.base.printable import cut, shown
+from elastic_ext.base import printable, threads
 from elastic_ext.events.event_table import MAX_TEXT, EventTime, PastRecovery, Source, Value, record
 
 if TYPE_CHECKING:
@@ -45,17 +45,12 @@ class Outbox(Generic[T]):
 
     def __init__(self, send: Callable[[T], None], name: str, most: int = MOST, at_end: Callable[[], None] = lambda: None) -> None:
         """send: may block for ever, and should not raise. name: of the thread. at_end: called there after the last item."""
-        self._send, self._most, self._at_end = send, most, at_end
+        self._send, self._name, self._most, self._at_end = send, name, most, at_end
         self.dropped = 0  # items that did not fit into the queue
         self._waiting: queue.SimpleQueue[T | None] = queue.SimpleQueue()  # its put() is re-entrant
         self._lock = threading.RLock()
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads
-            logger.warning("%s does nothing: no thread can be started: %s", name, error)
-            self._closed = True
+        self._thread = threads.started(self._run, name, logger.warning, "%s does nothing: no thread can be started: %s", name)
+        self._closed = self._thread is None
 
     def put(self, item: T) -> None:
         """Queue an item, or drop it. Returns at once; never raises."""
@@ -73,16 +68,16 @@ class Outbox(Generic[T]):
             closed, self._closed = self._closed, True
         if not closed:
             self._waiting.put(None)
-        if self._thread.ident is not None:
+        if self._thread is not None:
             self._thread.join(wait_s)
-        return not self._thread.is_alive()
+        return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
             try:
                 self._send(item)
             except Exception:  # a thread that ends would take all later items with it
-                logger.exception("%s: an item was lost", self._thread.name)
+                logger.exception("%s: an item was lost", self._name)
         self._at_end()
 
 
@@ -310,7 +305,7 @@ def emit(tracer: Tracer, recovery: PastRecovery, source: Source, ahead_s: float)
         "elastic_ext.round": recovery.round,
         "elastic_ext.kind": recovery.cause.kind,
         "elastic_ext.decision": recovery.cause.decision,
-        "elastic_ext.reason": cut(shown(recovery.cause.reason), MAX_TEXT),
+        "elastic_ext.reason": printable.cut(printable.shown(recovery.cause.reason), MAX_TEXT),
     }
     whole = tracer.start_span("recovery", context=trace.Context(), start_time=at(recovery.begin), attributes=attributes)
     within = trace.set_span_in_context(whole, trace.Context())

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.base import isolated
+from elastic_ext.base import isolated, threads
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import commands, kubernetes, slurm
 from elastic_ext.failures.evidence import Platform
@@ -128,13 +128,8 @@ class LinkHistory:
         now = time.monotonic() if now is None else now
         self._due = now + SAMPLE_S
         if self._look is None or not self._look.is_alive():
-            look = threading.Thread(target=self._take, args=(now,), name="elastic_ext-links", daemon=True)
-            try:
-                look.start()
-            except RuntimeError as error:  # a limit on threads: no reason to end a job that runs
-                logger.debug("the links of this host are not read: %s", error)
-                return
-            self._look = look
+            text = "the links of this host are not read: %s"  # no reason to end a job that runs
+            self._look = threads.started(lambda: self._take(now), "elastic_ext-links", logger.debug, text)
 
     def went_down(self, wait_s: float) -> LinksDown:
         """Return the links that went down in the last WINDOW_S, by the newest look. wait_s: for that look to end, in seconds."""

@@ -16,8 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from elastic_ext.base import records
-from elastic_ext.base.printable import ranks_in_words
+from elastic_ext.base import printable, records
 from elastic_ext.base.records import Count, Name, Rank, Seconds
 
 NO_RANK = -1
@@ -170,11 +169,11 @@ class Difference:
     def text(self) -> str:
         """One line, for people: what has happened, or the warning about replicas that were not equal in this round."""
         if self.agreed is None:
-            return NEVER_EQUAL.format(ranks=ranks_in_words(self.odd), step=self.step)
+            return NEVER_EQUAL.format(ranks=printable.ranks_in_words(self.odd), step=self.step)
         if not self.majority:
-            who = f"the replicas of {ranks_in_words(self.odd)} differ"
+            who = f"the replicas of {printable.ranks_in_words(self.odd)} differ"
         else:
-            who = f"the replica of {ranks_in_words(self.odd)} differs from {self.majority} others, which are equal,"
+            who = f"the replica of {printable.ranks_in_words(self.odd)} differs from {self.majority} others, which are equal,"
         return f"{who} after step {self.step} of this round; all were equal after step {self.agreed}"
 
 

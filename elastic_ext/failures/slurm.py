@@ -9,8 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from elastic_ext.failures import commands
-from elastic_ext.failures.evidence import Platform
+from elastic_ext.failures import commands, evidence
 
 TIMEOUT_S = 2.0
 TIME_LIMIT = "DUE TO TIME LIMIT"  # Slurm's own text in the job's output
@@ -71,7 +70,7 @@ def _number(text: str | None) -> int | None:
     return int(text) if text and text.isascii() and text.isdigit() else None
 
 
-def query(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
+def query(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> evidence.Platform:
     """Ask Slurm why the job of this process ends. timeout_s: seconds for scontrol."""
     job = read_environment(environ)
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
@@ -81,7 +80,7 @@ def query(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> Platform:
     reason = parse_show_job(text or "", job.restarts)
     if not reason and job.end_time is not None and time.time() >= job.end_time - LIMIT_MARGIN_S:
         reason = TIME_LIMIT
-    return Platform("slurm", reason)
+    return evidence.Platform("slurm", reason)
 
 
 def parse_show_job(text: str, restarts: int | None = None) -> str:

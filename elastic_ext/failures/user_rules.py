@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from elastic_ext.base import files
-from elastic_ext.base.diagnosis import CASCADE, KINDS, Response
+from elastic_ext.base import diagnosis, files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal, printable
 from elastic_ext.failures.rules import EvidenceView
@@ -37,8 +36,8 @@ GROUP = "elastic_ext.rules"
 CONDITIONS = ("pattern", "exit_code", "exception", "signal")
 MAX_SHOWN = 200  # characters of a bad value
 FIELDS = ("name", *CONDITIONS, "kind", "decision")
-USER_KINDS = tuple(kind for kind in KINDS if kind != CASCADE)
-USER_DECISIONS = tuple(response.value for response in Response if response is not Response.FOLLOW)
+USER_KINDS = tuple(kind for kind in diagnosis.KINDS if kind != diagnosis.CASCADE)
+USER_DECISIONS = tuple(response.value for response in diagnosis.Response if response is not diagnosis.Response.FOLLOW)
 MAX_PATTERN = 500  # characters
 MAX_BYTES = 1 << 20  # of a file
 _REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
@@ -50,7 +49,7 @@ class UserRule:
 
     name: str
     kind: str
-    response: Response
+    response: diagnosis.Response
     origin: str = ""
     pattern: str | None = None
     exit_code: int | None = None
@@ -157,7 +156,7 @@ def _checked(table: object, where: str, origin: str) -> UserRule:
         if key not in table:
             raise UsageError(f"{where}: expected a {key}")
     conditions: dict[str, Any] = {condition: table.get(condition) for condition in CONDITIONS}
-    return UserRule(name, table["kind"], Response(table["decision"]), origin, **conditions)
+    return UserRule(name, table["kind"], diagnosis.Response(table["decision"]), origin, **conditions)
 
 
 def _is_text(value: object) -> bool:

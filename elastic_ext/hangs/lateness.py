@@ -18,7 +18,6 @@ in three quarters of its steps by half of that: noise of a loaded machine comes 
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import Counter
@@ -81,7 +80,7 @@ class NodeSample:
 
 
 def encode(sample: NodeSample) -> str:
-    return json.dumps({"schema": SCHEMA, **records.plain(sample)}, separators=(",", ":"))
+    return records.encode(sample, SCHEMA)
 
 
 def decode(text: str | bytes, what: str) -> NodeSample:

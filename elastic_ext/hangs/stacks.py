@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from elastic_ext.base.wakeup import milliseconds
+from elastic_ext.base import files, wakeup
 from elastic_ext.hangs import detector, process_stats
 from elastic_ext.workers import processes, worker_env
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -56,7 +56,7 @@ def dump(pid: int, path: str) -> str:
 def dump_all(paths: Mapping[int, str], wait_s: float = WAIT_S) -> dict[int, str]:
     """Do the same for several processes at once; return what each wrote, without those that wrote nothing. paths: by pid."""
     deadline = time.monotonic() + wait_s
-    before = {pid: _size(path) for pid, path in paths.items()}
+    before = {pid: files.size(path) for pid, path in paths.items()}
     sizes, writing, ends = dict(before), set(), select.poll()
     with _opened(paths) as pidfds_of:
         for pid, pidfd in pidfds_of.items():
@@ -66,14 +66,14 @@ def dump_all(paths: Mapping[int, str], wait_s: float = WAIT_S) -> dict[int, str]
                     ends.register(pidfd, select.POLLIN)
         # A dump has no end mark: it is complete once the file has grown and then stays the same. An exit ends the wait early.
         while writing and time.monotonic() < deadline:
-            ended = {descriptor for descriptor, _ in ends.poll(milliseconds(QUIET_S))}
-            last, sizes = sizes, {pid: _size(path) for pid, path in paths.items()}
+            ended = {descriptor for descriptor, _ in ends.poll(wakeup.milliseconds(QUIET_S))}
+            last, sizes = sizes, {pid: files.size(path) for pid, path in paths.items()}
             done = {pid for pid in writing if pidfds_of[pid] in ended or before[pid] < sizes[pid] == last[pid]}
             for pid in done:
                 if (pidfd := pidfds_of[pid]) is not None:
                     ends.unregister(pidfd)
             writing -= done
-    return {pid: _read(path, before[pid]) for pid, path in paths.items() if _size(path) > before[pid]}
+    return {pid: _read(path, before[pid]) for pid, path in paths.items() if files.size(path) > before[pid]}
 
 
 def empty(path: str) -> None:
@@ -145,13 +145,6 @@ def _read(path: str, start: int) -> str:
 def without_our_thread(text: str) -> str:
     """Return stacks without the thread of the bootstrap, which says nothing about the script."""
     return "".join(thread for thread in detector.threads(text) if _OURS not in thread)
-
-
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except FileNotFoundError:
-        return 0
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from importlib import resources
 
@@ -24,7 +25,8 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.exposition import choose_encoder, write_to_textfile
 from prometheus_client.registry import Collector
 
-from elastic_ext.base.wakeup import Wakeup, held, readable
+from elastic_ext.base import threads
+from elastic_ext.base.wakeup import Wakeup, readable
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +242,7 @@ class LastScrape:
         """
         deadline = time.monotonic() + timeout_s
         self._wakeup = wakeup
-        with held() as signals:
+        with threads.held() as signals:
             if not self._seen.is_set():  # shown, because the agent seems to hang
                 logger.warning(
                     "metrics: this agent is done; it serves its last metrics until they are scraped, %g s at most", timeout_s
@@ -304,15 +306,9 @@ class TextFile:
             self._again = True  # beside a write that hangs, another would, too
             return
         self._again = False
-        thread = threading.Thread(
-            target=write_file, args=(self._path, self._registry, self._labels), name="elastic_ext-textfile", daemon=True
-        )
-        try:
-            thread.start()
-        except RuntimeError as error:  # a limit on threads
-            logger.warning("metrics: cannot write metrics_file=%s: %s", self._path, error)
-        else:
-            self._thread = thread
+        write = partial(write_file, self._path, self._registry, self._labels)
+        text = "metrics: cannot write metrics_file=%s: %s"
+        self._thread = threads.started(write, "elastic_ext-textfile", logger.warning, text, self._path)
 
     def wait(self, limit_s: float) -> None:
         """Wait until it is written, for limit_s seconds at most; log once if it is not."""

@@ -16,7 +16,6 @@ import selectors
 import socket
 import ssl
 import struct
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,8 +23,7 @@ from enum import IntEnum
 from http import HTTPStatus
 from pathlib import Path
 
-from elastic_ext.base.files import write_whole
-from elastic_ext.base.helper_process import ACCEPT_AGAIN_S, OUT_OF_RESOURCES
+from elastic_ext.base import files, helper_process, threads
 from elastic_ext.http.gate import Gate, Verdict, warning
 from elastic_ext.http.pages import MAX_REQUEST, CpuBudget, Page, Pages, Request, parse, text
 
@@ -72,14 +70,13 @@ class MetricsServer:
             if gate is not None:
                 gate.checks.close()
             return
-        self._thread = threading.Thread(target=self._server.serve, name="elastic_ext-metrics", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads, e.g. a limit of the container
-            logger.warning("metrics: cannot start the server: %s", error)
+        text = "metrics: cannot start the server: %s"
+        thread = threads.started(self._server.serve, "elastic_ext-metrics", logger.warning, text)
+        if thread is None:
             self._server.close()
             self._server = None
             return
+        self._thread = thread
         self.endpoint = bound, self.port = self._server.address
         self.url = _url("https" if gate is not None and gate.tls else "http", bound, self.port)
         logger.log(announce, "metrics: serving %s/metrics (bound to %s)", self.url, bound)
@@ -239,9 +236,9 @@ class _Server:
         try:
             connection, address = self._listener.accept()
         except OSError as error:
-            if error.errno in OUT_OF_RESOURCES:
-                logger.debug("metrics: accepting no connections for %g s: %s", ACCEPT_AGAIN_S, error)
-                self._pause(now + ACCEPT_AGAIN_S)
+            if error.errno in helper_process.OUT_OF_RESOURCES:
+                logger.debug("metrics: accepting no connections for %g s: %s", helper_process.ACCEPT_AGAIN_S, error)
+                self._pause(now + helper_process.ACCEPT_AGAIN_S)
             return  # with any other error the client is gone
         try:
             connection.setblocking(False)
@@ -380,7 +377,7 @@ def announce(directory: str, endpoint: tuple[str, int], labels: dict[str, str]) 
         text = json.dumps([{"targets": [target(*endpoint, host)], "labels": labels}])
         folder.mkdir(parents=True, exist_ok=True)
         _remove_dead(folder)
-        write_whole(path, text)  # Prometheus must never read half a file
+        files.write_whole(path, text)  # Prometheus must never read half a file
     except (OSError, UnicodeError) as error:
         logger.warning("metrics: Prometheus will not find this agent in %s: %s", directory, error)
         return lambda: None

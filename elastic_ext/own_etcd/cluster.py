@@ -14,7 +14,6 @@ saved           a Beginning of `saved_keys`. Written and read by the keepers of 
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -136,7 +135,7 @@ class Cluster:
         """Report this host to the other keepers, and write the rest at the same moment. Raises EtcdError."""
         if self._lease is None or self._lease.lost.is_set():
             self._lease = LeaseSession(self.client, LEASE_S, on_lost=lambda _: self._wake())
-        text = json.dumps({"schema": SCHEMA, **vars(record)})
+        text = records.encode(record, SCHEMA)
         try:
             self.client.txn([], [Put(HOSTS + self._own, text, lease_id=self._lease.lease_id), *beside])
         except LeaseLost:

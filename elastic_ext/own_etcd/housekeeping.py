@@ -5,22 +5,20 @@ For the keeper's one thread. Calls to etcd wait for CALL_S at most, and one that
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import time
 from collections.abc import Callable
 
+from elastic_ext.base import records
 from elastic_ext.base.helper_process import Agents
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Put, Tls
 from elastic_ext.etcd.client import Member
-from elastic_ext.own_etcd import decisions
-from elastic_ext.own_etcd.certificates import CertificateFiles
+from elastic_ext.own_etcd import certificates, decisions, saved_keys
 from elastic_ext.own_etcd.cluster import CALLS, ENDPOINTS, HOSTS, SCHEMA, SEEN, SHARED, Call, Cluster
 from elastic_ext.own_etcd.decisions import NO_MAJORITY_S, KeeperRecord, KnownMember, Replacement
 from elastic_ext.own_etcd.job import LOSES_WRITES, KeeperJob
 from elastic_ext.own_etcd.member import MemberRunner, MemberState
-from elastic_ext.own_etcd.saved_keys import SavedKeys
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +29,7 @@ BEGIN_CALL_S = 3.0
 
 class Housekeeping:
     def __init__(
-        self, job: KeeperJob, files: CertificateFiles, runner: MemberRunner, agents: Agents, wake: Callable[[], None]
+        self, job: KeeperJob, files: certificates.CertificateFiles, runner: MemberRunner, agents: Agents, wake: Callable[[], None]
     ) -> None:
         self.cluster: Cluster  # what is known of it
         self.ready = False  # agents may use etcd, or could once
@@ -39,7 +37,7 @@ class Housekeeping:
         self._patient_until = time.monotonic() + PATIENCE_S
         self._record: KeeperRecord | None = None  # as written
         self._endpoints = ""  # as sent to the agents
-        self._saved: SavedKeys | None = None
+        self._saved: saved_keys.SavedKeys | None = None
         self._called = False  # this host's member takes the place of a lost one
 
     def may_begin(self) -> bool:
@@ -143,7 +141,7 @@ class Housekeeping:
 
     def _save(self, cluster: Cluster, directory: str) -> None:
         """Begin to keep what outlives the job; first put back what did, if the job has only begun. Raises EtcdError."""
-        saved = SavedKeys(cluster.client, self._job.plan.run_id, self._job.own.name, directory, self._wake)
+        saved = saved_keys.SavedKeys(cluster.client, self._job.plan.run_id, self._job.own.name, directory, self._wake)
         if not self._called and (line := saved.restore()):
             self._agents.say({"say": "info", "text": line})
         saved.watch()
@@ -176,7 +174,7 @@ class Housekeeping:
         peer, name = hosts[step.add].peer, f"{step.add}-{secrets.token_hex(3)}"
         members = membership.add(peer)
         call = Call(name, ",".join(_named(each, peer, name) for each in members))
-        self.cluster.client.txn([], [Put(CALLS + step.add, json.dumps({"schema": SCHEMA, **vars(call)}))])
+        self.cluster.client.txn([], [Put(CALLS + step.add, records.encode(call, SCHEMA))])
 
     def tell_silent(self) -> None:
         """Report to the agents for whom they wait."""

@@ -19,11 +19,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from elastic_ext.base import log_records
-from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.helper_process import BUSY, UP, Agents, listen_on_path
-from elastic_ext.own_etcd import certificates, decisions, folder, member
-from elastic_ext.own_etcd.housekeeping import Housekeeping
+from elastic_ext.base import errors, helper_process, log_records
+from elastic_ext.own_etcd import certificates, decisions, folder, housekeeping, member
 from elastic_ext.own_etcd.job import KeeperJob, load
 
 logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as __main__
@@ -36,7 +33,7 @@ GONE_S = 2.0  # at the end: for the other keepers with a member, which may still
 
 
 class Keeper:
-    def __init__(self, job: KeeperJob, agents: Agents) -> None:
+    def __init__(self, job: KeeperJob, agents: helper_process.Agents) -> None:
         """Raises UsageError: no certificates can be made."""
         self._job, self._agents = job, agents
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -46,7 +43,7 @@ class Keeper:
         names = (job.own.name, *([job.own.address] if job.own.address else []), "localhost", "127.0.0.1", "::1")
         self._files = certificates.write(job.secret, job.plan.run_id, names, job.folder)
         self._runner = member.MemberRunner(job, self._files)
-        self._house = Housekeeping(job, self._files, self._runner, agents, self.wake)
+        self._house = housekeeping.Housekeeping(job, self._files, self._runner, agents, self.wake)
 
     def wake(self) -> None:
         """Have the main thread look again. From any thread or signal handler."""
@@ -64,7 +61,7 @@ class Keeper:
             while not (life := self._look()).ends:
                 self._wait(life)
             logger.info("ends: %s", life.reason)
-        except ElasticExtError as error:
+        except errors.ElasticExtError as error:
             logger.error("%s", error)
             self._agents.accept()  # the agent that has started this keeper may still be outside
             self._agents.say({"say": "failed", "text": str(error)})
@@ -171,19 +168,19 @@ def main() -> int:
     job = load(sys.stdin.buffer.read())
     taken = folder.take(job.folder)
     if taken is None:
-        os.write(1, BUSY)
+        os.write(1, helper_process.BUSY)
         return 0
     _log_to(job)
     for place in folder.predecessors(job.folder):
         make_way(place)
     folder.remove_abandoned(job.folder)
-    agents = Agents(listen_on_path(job.folder / "socket"), "the keeper of the job's etcd")
-    os.write(1, UP)
+    agents = helper_process.Agents(helper_process.listen_on_path(job.folder / "socket"), "the keeper of the job's etcd")
+    os.write(1, helper_process.UP)
     os.close(taken[1])
     os.dup2(2, 1)
     try:
         keeper = Keeper(job, agents)
-    except (ElasticExtError, OSError) as error:
+    except (errors.ElasticExtError, OSError) as error:
         agents.accept()
         agents.say({"say": "failed", "text": str(error)})
         agents.close()

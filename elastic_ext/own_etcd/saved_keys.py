@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import logging
 import secrets
 import time
@@ -19,10 +18,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.base import records
-from elastic_ext.base.files import write_whole
-from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Get, Put, SnapshotWatch, absent, unchanged
-from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.base import files, records
+from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Get, Put, SnapshotWatch, absent, unchanged, values
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.own_etcd import cluster
 from elastic_ext.rendezvous.keys import JobKeys
@@ -121,7 +118,7 @@ class SavedKeys:
                 return ""
             began = Beginning(before.launch or secrets.token_hex(8), *(found.age if found is not None else (0, 0)))
             guards = [unchanged(cluster.SAVED, kv.mod_revision if kv is not None else 0), absent(self._job.header)]
-            if self._client.txn(guards, [Put(cluster.SAVED, json.dumps({"schema": SCHEMA, **vars(began)}))]).succeeded:
+            if self._client.txn(guards, [Put(cluster.SAVED, records.encode(began, SCHEMA))]).succeeded:
                 return self._put_back(found) if found is not None else ""
             if self._client.get(self._job.header).kv is not None:  # the job trains already
                 return ""
@@ -135,7 +132,7 @@ class SavedKeys:
             self._client.txn([], [self._put(each, gone_s) for each in left[first : first + MAX_OPS]])
         return f"what outlived the last run of the job is back: {len(left)} records of {self._directory}"
 
-    def _put(self, saved: SavedKey, gone_s: int) -> Op:
+    def _put(self, saved: SavedKey, gone_s: int) -> values.Op:
         lease = self._client.lease_grant(saved.left_s - gone_s).lease_id if saved.left_s else 0
         return Put(self._job.prefix + saved.key, base64.b64decode(saved.value), lease_id=lease)
 
@@ -168,12 +165,12 @@ class SavedKeys:
         saved = tuple(self._saved(kv, left) for kv in found if not kv.lease_id or left[kv.lease_id] > 0)
         file = SavedFile(began.launch, began.starts + 1, read.revision, int(time.time()), saved)
         try:
-            write_whole(self._path, json.dumps({"schema": SCHEMA, **records.plain(file)}))
+            files.write_whole(self._path, records.encode(file, SCHEMA))
         except OSError as error:
             logger.warning("%s cannot be written: %s", self._path, error.strerror)
         self._due = None
 
-    def _saved(self, kv: KeyValue, left: dict[int, int]) -> SavedKey:
+    def _saved(self, kv: values.KeyValue, left: dict[int, int]) -> SavedKey:
         key = kv.key.decode(errors="replace").removeprefix(self._job.prefix)
         return SavedKey(key, base64.b64encode(kv.value).decode(), left[kv.lease_id] if kv.lease_id else 0)
 
@@ -208,7 +205,7 @@ def is_for_good(header: Header) -> bool:
         return False
 
 
-def _beginning(kv: KeyValue | None) -> Beginning:
+def _beginning(kv: values.KeyValue | None) -> Beginning:
     try:
         return records.read(Beginning, kv.value, cluster.SAVED, SCHEMA) if kv is not None else Beginning("", 0, 0)
     except records.RecordError:

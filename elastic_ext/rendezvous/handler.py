@@ -12,30 +12,21 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
 
-from elastic_ext.base import goodput, names
-from elastic_ext.base.contracts import LeaseRevocation
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base import contracts, errors, goodput, names, records
 from elastic_ext.base.printable import printable
-from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import CallObserver, Compare, EtcdClient, EtcdError, Get, LeaseLost, Put, unchanged
-from elastic_ext.etcd.values import KeyValue, Op, TxnResult
+from elastic_ext.etcd import CallObserver, Compare, EtcdClient, EtcdError, Get, LeaseLost, Put, unchanged, values
 from elastic_ext.failures.ledger import decode_verdict
-from elastic_ext.rendezvous import contract, drains, job_status
+from elastic_ext.rendezvous import contract, drains, header_record, job_status, judging, leader, round_part, round_store
 from elastic_ext.rendezvous.address import machine
-from elastic_ext.rendezvous.header_record import closed
-from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.leader import outliving_lease
 from elastic_ext.rendezvous.place import take_place
-from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, RecordReader, State
-from elastic_ext.rendezvous.round_store import RoundStore, serve
 
 logger = logging.getLogger(__name__)
 
 
-class OtherJob(ElasticExtError):
+class OtherJob(errors.ElasticExtError):
     """The run id is another job's by now, or nobody's."""
 
 
@@ -86,8 +77,8 @@ class EtcdGoodput:
             # An agent that is new in a running job reads all records, too: the sum may be older than the steps to repeat.
             new = not self._shared and position.round > 1
             shared = self._sum(record) if position.rank == 0 or new else None
-            lease_id = outliving_lease(self._client, self._own.lease_id)
-            puts: list[Op] = [Put(self._key, goodput.encode(record), lease_id=lease_id)]
+            lease_id = leader.outliving_lease(self._client, self._own.lease_id)
+            puts: list[values.Op] = [Put(self._key, goodput.encode(record), lease_id=lease_id)]
             if position.rank == 0 and shared is not None:
                 puts.append(Put(self._keys.goodput_sum, goodput.encode(shared), lease_id=lease_id))
             else:
@@ -117,20 +108,20 @@ class EtcdGoodput:
         found[self._key] = mine
         return goodput.Shared(goodput.total(found), len(found))
 
-    def _as_written(self, written: TxnResult, mine: goodput.HostRecord) -> goodput.Shared:
+    def _as_written(self, written: values.TxnResult, mine: goodput.HostRecord) -> goodput.Shared:
         """Return the sum as rank 0 has written it; before that, what this host knows."""
         if (kv := written.readings[0].kv) is not None:
             try:
                 return goodput.decode_sum(kv.value, self._keys.goodput_sum)
-            except RecordError as error:
+            except records.RecordError as error:
                 self._reader.note_fault(str(error), kv)
         return goodput.Shared(mine.spent, 1)
 
-    def _record(self, kv: KeyValue) -> goodput.HostRecord:
+    def _record(self, kv: values.KeyValue) -> goodput.HostRecord:
         """Return the record; a new one if it is unreadable, which is logged once."""
         try:
             return goodput.decode(kv.value, kv.key.decode(errors="replace"))
-        except RecordError as error:
+        except records.RecordError as error:
             self._reader.note_fault(f"{error}; it counts as no goodput", kv)
             return goodput.HostRecord()
 
@@ -160,7 +151,7 @@ class EtcdRendezvous(contract.Base):
     Invariant: each round has its own store server, which listened before the round was sealed.
     """
 
-    part: EtcdRound
+    part: round_part.EtcdRound
 
     def __init__(
         self,
@@ -171,7 +162,7 @@ class EtcdRendezvous(contract.Base):
     ) -> None:
         """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
         super().__init__(params, settings)
-        policy = AgentPolicy(settings, params.min_nodes, newest_checkpoint)
+        policy = judging.AgentPolicy(settings, params.min_nodes, newest_checkpoint)
         on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
         self._place = place = take_place(params, settings, policy, on_event, on_wait, own_store is not None)
         context = place.participant.context
@@ -182,7 +173,7 @@ class EtcdRendezvous(contract.Base):
         self._goodput = EtcdGoodput(context.client, context.keys, self.host, self._position)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
-        self.part = EtcdRound(place, Header(), None, self._workers)
+        self.part = round_part.EtcdRound(place, Header(), None, self._workers)
         self._timed_out = self._left = False
 
     @property
@@ -222,7 +213,7 @@ class EtcdRendezvous(contract.Base):
         place, participant = self._place, self._place.participant
         cut = self.round if place.fence.closed else 0
         place.fence.watch(None)
-        server = serve(self.address)
+        server = round_store.serve(self.address)
         names.ask(self.address)  # for the next connection: the name server may have gone or come back
         participant.ready(self._node(server.port, cut))
         header, assignment = place.await_round(self.round, self.on_verdict)
@@ -237,13 +228,13 @@ class EtcdRendezvous(contract.Base):
             return None
         # First: what was said of earlier rounds must not end this one.
         place.links.follow(assignment.neighbors, participant.registration.created)
-        place.fence.watch(RoundStore(header.address, header.port, assignment.rank, header.nodes))
+        place.fence.watch(round_store.RoundStore(header.address, header.port, assignment.rank, header.nodes))
         place.late_joins.entered(header.round, participant.tasks)
         address = rendezvous.RendezvousStoreInfo(header.address, header.port)
         return rendezvous.RendezvousInfo(PrefixStore("elastic_ext", store), assignment.rank, header.nodes, address)
 
-    def _part(self, header: Header, assignment: Assignment) -> EtcdRound:
-        return EtcdRound(self._place, header, assignment, self._workers, self.part.continues)
+    def _part(self, header: Header, assignment: Assignment) -> round_part.EtcdRound:
+        return round_part.EtcdRound(self._place, header, assignment, self._workers, self.part.continues)
 
     def _node(self, port: int, cut: int) -> Node:
         return Node(
@@ -293,7 +284,7 @@ class EtcdRendezvous(contract.Base):
         self._place.participant.client.observe(observer)
         return self._place.alive_until
 
-    def revocation(self) -> LeaseRevocation | None:
+    def revocation(self) -> contracts.LeaseRevocation | None:
         return self._place.revocation()
 
     def show(self, report: str, last: bool) -> None:
@@ -327,7 +318,7 @@ class EtcdRendezvous(contract.Base):
         continues = self._timed_out or self.part.continues or (drain is not None and drain.released)
         if not continues:
             change = self._place.participant.change_header
-            change(self.round, lambda header: closed(header, self.host, self.closing), in_any_round=True)
+            change(self.round, lambda header: header_record.closed(header, self.host, self.closing), in_any_round=True)
 
     def shutdown(self) -> bool:
         if not self._left:

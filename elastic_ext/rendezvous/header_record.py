@@ -9,14 +9,11 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 
-from elastic_ext.etcd import Compare, EtcdClient, Event, Get, Put, TxnResult, unchanged
-from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.etcd import Compare, EtcdClient, Event, Get, Put, TxnResult, unchanged, values
 from elastic_ext.failures.ledger import JobVerdict, encode_verdict
-from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.job_records import JobSnapshot
+from elastic_ext.rendezvous import job_records, rounds, tasks
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, State, encode
-from elastic_ext.rendezvous.tasks import LostRace, NodeContext, Outage
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +25,7 @@ def swap(
     *,
     over: tuple[int, int],
     compares: Sequence[Compare] = (),
-    puts: Sequence[Op] = (),
+    puts: Sequence[values.Op] = (),
     timeout_s: float | None = None,
 ) -> TxnResult:
     """Write the header if the one in etcd is still its predecessor. Nothing else writes that key.
@@ -60,10 +57,10 @@ class HeaderRecord:
 
     def __init__(
         self,
-        context: NodeContext,
-        outage: Outage,
+        context: tasks.NodeContext,
+        outage: tasks.Outage,
         on_header: Callable[[], None],
-        on_own_assignment: Callable[[KeyValue], None],
+        on_own_assignment: Callable[[values.KeyValue], None],
         on_lost_record: Callable[[], None],
     ) -> None:
         """
@@ -83,7 +80,7 @@ class HeaderRecord:
         self._heard = 0  # revision of the last event of the header, including its deletion
         self._unreadable_at = 0  # revision of an unreadable header
 
-    def enter(self, found: JobSnapshot) -> None:
+    def enter(self, found: job_records.JobSnapshot) -> None:
         """Start with the job as this node found it."""
         self.lease_id, self.value, self.revision = found.lease_id, found.header, found.revision
         self._heard = max(self._heard, found.revision)
@@ -102,7 +99,7 @@ class HeaderRecord:
         if rounds.needs_restoring(self.readable(header) if header is not None else None, self.value):
             self._on_lost_record()
 
-    def observe(self, header: KeyValue | None, revision: int) -> None:
+    def observe(self, header: values.KeyValue | None, revision: int) -> None:
         """Take in a reading at this revision; None: no header. If it is older than what is known, it changes nothing."""
         at = header.mod_revision if header is not None else revision
         found = self.readable(header) if header is not None else self.value
@@ -125,7 +122,7 @@ class HeaderRecord:
             if rounds.needs_restoring(None, self.value):
                 self._on_lost_record()
 
-    def readable(self, kv: KeyValue) -> Header:
+    def readable(self, kv: values.KeyValue) -> Header:
         """Decode a header. An unreadable one changes nothing: the known header holds, and the leader writes it again."""
         header = self._context.reader.header(kv)
         if header is None and kv.mod_revision > self._heard:
@@ -159,7 +156,7 @@ class HeaderRecord:
         """Comparison that holds while the header in etcd is the one known here."""
         return unchanged(self._context.keys.header, self.revision)
 
-    def write(self, header: Header, compares: Sequence[Compare] = (), puts: Sequence[Op] = ()) -> bool:
+    def write(self, header: Header, compares: Sequence[Compare] = (), puts: Sequence[values.Op] = ()) -> bool:
         """Replace the known header with this one. Return False if etcd holds another one. See `swap`."""
         written = self._swap(header, compares, puts)
         if written.succeeded:
@@ -173,7 +170,7 @@ class HeaderRecord:
         """
         written = self._swap(self.value)
         if not written.succeeded:
-            raise LostRace("another node wrote the header at the same time")
+            raise tasks.LostRace("another node wrote the header at the same time")
         self._heard = self.revision = written.revision
         self._outage.expect_members()
         logger.warning("the store had lost the records of the job; wrote round %s again", self.value.round)
@@ -189,11 +186,11 @@ class HeaderRecord:
                 return
             self.read()
             if self.revision == before:
-                raise LostRace("another node wrote the header at the same time")
+                raise tasks.LostRace("another node wrote the header at the same time")
 
     def _runs(self, round_: int) -> bool:
         return self.value.state is State.RUNNING and self.value.round == round_
 
-    def _swap(self, header: Header, compares: Sequence[Compare] = (), puts: Sequence[Op] = ()) -> TxnResult:
+    def _swap(self, header: Header, compares: Sequence[Compare] = (), puts: Sequence[values.Op] = ()) -> TxnResult:
         over = (self.revision, self.lease_id)
         return swap(self._context.client, self._context.keys, header, over=over, compares=compares, puts=puts)

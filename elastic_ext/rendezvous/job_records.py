@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from elastic_ext.base import records
-from elastic_ext.base.errors import UsageError
+from elastic_ext.base import errors, records
 from elastic_ext.base.printable import printable
 from elastic_ext.etcd import Compare, Delete, EtcdClient, Get, LeaseLost, Put, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
@@ -91,7 +89,7 @@ class JobRecords:
         self._lease_s = context.config.lease_ttl_s
         self._now = context.tasks.now
         self._elsewhere_since: float | None = None  # monotonic: living nodes were seen elsewhere
-        self._record = json.dumps({"schema": SCHEMA, **vars(self._mine)})
+        self._record = records.encode(self._mine, SCHEMA)
 
     def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
         """Enter a job with our settings before its first round is sealed, in one transaction; return None if nothing was done.
@@ -147,7 +145,7 @@ class JobRecords:
             found = dataclasses.replace(found, header=self._reader.header(header) or Header(), revision=header.mod_revision)
         if conflict:
             if not self._delete_abandoned(found):
-                raise UsageError(conflict)
+                raise errors.UsageError(conflict)
             return None
         if isinstance(theirs, SharedSettings) and job is not None and self._mine.is_elsewhere(theirs) and not found.header.ended:
             self._come_from_elsewhere(job)
@@ -169,7 +167,7 @@ class JobRecords:
             self._elsewhere_since = now if self._elsewhere_since is None else self._elsewhere_since
             if now < self._elsewhere_since + self._lease_s + ELSEWHERE_MARGIN_S:
                 raise LostRace("the nodes of the job are reached at the loopback of another host or container")
-            raise UsageError(
+            raise errors.UsageError(
                 "another host or container has nodes of this job, and all would be reached at the loopback, as --rdzv-endpoint "
                 "is there: set --rdzv-conf=address=INTERFACE or --local-addr on each node"
             )
@@ -219,7 +217,7 @@ class JobRecords:
         theirs = self._settings_in(job)
         conflict = self._mine.conflict(theirs) if theirs is not None else ""
         if conflict and not self._is_of(header, name):
-            raise UsageError(
+            raise errors.UsageError(
                 "another job with other settings has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
             )
         if job is None or theirs is None or conflict or not job.lease_id:  # without a lease it is not ours, and never expires

@@ -8,20 +8,16 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elastic_ext.base import records
-from elastic_ext.base.errors import UsageError
-from elastic_ext.base.printable import counted, redacted, shown
+from elastic_ext.base import errors, printable, records
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Get, KeyValue, Tls, TlsError, Unavailable
 from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
-from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous import drains, header_record, tasks
 from elastic_ext.rendezvous.drains import Admission, Answer, DrainRequest
-from elastic_ext.rendezvous.header_record import swap
 from elastic_ext.rendezvous.job_records import SharedSettings, nodes_in
 from elastic_ext.rendezvous.keys import ROOT, JobKeys, checked
 from elastic_ext.rendezvous.round_records import SCHEMA, Assignment, Header, Node, RecordReader, State
-from elastic_ext.rendezvous.tasks import LostRace
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +28,7 @@ class NoAnswer(EtcdError):
     """No etcd has answered for as long as this node waits for one."""
 
 
-class Unreachable(UsageError):
+class Unreachable(errors.UsageError):
     """A command has reached no etcd: nothing was asked and nothing changed."""
 
 
@@ -49,8 +45,8 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = 
         NoAnswer: it has not answered within wait_s.
     """
     if not endpoint.strip():
-        raise UsageError("ext_etcd needs --rdzv-endpoint=HOST:PORT[,HOST:PORT...]: the etcd servers")
-    what = f"{'the store of the job' if own else 'etcd'} at {redacted(endpoint)}"
+        raise errors.UsageError("ext_etcd needs --rdzv-endpoint=HOST:PORT[,HOST:PORT...]: the etcd servers")
+    what = f"{'the store of the job' if own else 'etcd'} at {printable.redacted(endpoint)}"
     tls = None
     if settings.etcd_ca or settings.etcd_cert:
         tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
@@ -60,7 +56,7 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = 
     except NoAnswer:
         raise
     except EtcdError as error:
-        kind = Unreachable if isinstance(error, Unavailable) else UsageError
+        kind = Unreachable if isinstance(error, Unavailable) else errors.UsageError
         raise kind(f"{what}: {error}") from error
     return client
 
@@ -84,7 +80,7 @@ def _await_answer(client: EtcdClient, what: str, wait_s: float, passing: tuple[t
             threading.Event().wait(RETRY_S)
 
 
-class NoSuchJob(UsageError):
+class NoSuchJob(errors.UsageError):
     """There are no records of such a job."""
 
 
@@ -127,7 +123,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
     try:
         kvs = client.get_prefix(keys.prefix).kvs
     except EtcdError as error:
-        raise UsageError(f"the job {run_id}: {error}") from error
+        raise errors.UsageError(f"the job {run_id}: {error}") from error
     if not kvs:
         raise NoSuchJob(f"no job with --rdzv-id={run_id} in this store: it never ran there, or it ended successfully")
     faults: list[str] = []
@@ -147,7 +143,7 @@ def read(client: EtcdClient, run_id: str) -> JobStatus:
 
 def lines(job: JobStatus) -> Iterator[str]:
     """Return lines that are safe on a terminal: a writer to etcd must not be able to do more there than to be read."""
-    return map(shown, _lines(job))
+    return map(printable.shown, _lines(job))
 
 
 def _lines(job: JobStatus) -> Iterator[str]:
@@ -156,7 +152,7 @@ def _lines(job: JobStatus) -> Iterator[str]:
     if header.reason:
         yield f"  because: {header.reason}"
     if header.state is State.RUNNING:
-        yield f"  {counted(header.nodes, 'node')}, {counted(header.world, 'worker')}"
+        yield f"  {printable.counted(header.nodes, 'node')}, {printable.counted(header.world, 'worker')}"
     for id_, node in sorted(job.nodes.items(), key=lambda item: (_rank(job, item[0]), item[0])):
         assignment = job.assignments.get(id_)
         runs = header.state is State.RUNNING and assignment is not None and assignment.of(header) and node.after < header.round
@@ -165,7 +161,7 @@ def _lines(job: JobStatus) -> Iterator[str]:
             if runs and assignment is not None
             else "waits"
         )
-        yield f"  {id_}: {counted(node.workers, 'worker')} at {node.address}, {place}"
+        yield f"  {id_}: {printable.counted(node.workers, 'worker')} at {node.address}, {place}"
     for host, why in sorted(job.refused.items()):
         yield f"  {host} may not come back yet: {why}"
     if not job.ledger.verdicts:
@@ -212,7 +208,7 @@ class JobRecordsNow:
         """
         leaving = {each.node for each in self.header.drains if not each.released and each.host != host} & self.members
         if len(self.spares(host)) <= len(leaving):
-            taken = f" but for {counted(len(leaving), 'node')} that is to leave before" if leaving else ""
+            taken = f" but for {printable.counted(len(leaving), 'node')} that is to leave before" if leaving else ""
             return f"no spare waits{taken}; nothing was changed"
         reasons = {**{each.host: each.reason for each in self.header.drains}, **self.refused}
         before = [other for other, why in reasons.items() if other != host and because in why]
@@ -246,7 +242,7 @@ class RunningJob:
     def write(self, seen: JobRecordsNow, header: Header, *others: Delete) -> bool:
         """Write the header over the one that was read. Return False if another one has come meanwhile."""
         over = (seen.found.mod_revision, seen.found.lease_id)
-        return swap(self.client, self.keys, header, over=over, puts=others).succeeded
+        return header_record.swap(self.client, self.keys, header, over=over, puts=others).succeeded
 
     def admit(self, request: DrainRequest, timeout_s: float, because: str | None = None) -> tuple[Admission, JobRecordsNow]:
         """Write the request if it is admitted; return the answer, and the records that it was made for. Check and write are one
@@ -263,4 +259,4 @@ class RunningJob:
             if admission.header is seen.header or self.write(seen, admission.header):
                 return admission, seen
             if time.monotonic() >= deadline:
-                raise LostRace("the job's header kept changing; nothing was changed, try again")
+                raise tasks.LostRace("the job's header kept changing; nothing was changed, try again")

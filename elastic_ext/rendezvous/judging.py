@@ -13,14 +13,10 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import judgement
+from elastic_ext.failures import evidence, joint_evidence, judgement, policy
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, decode_ledger, decode_report, encode_ledger, encode_verdict
-from elastic_ext.failures.policy import BAD_NODE, CUT_AGAIN, Backoff
-from elastic_ext.rendezvous import drains
-from elastic_ext.rendezvous.round_records import State
+from elastic_ext.rendezvous import drains, round_records
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +28,7 @@ def circumstances(settings: Settings, max_restarts: int) -> judgement.Circumstan
         settings.exit_codes,
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
         kind_limits=dict(settings.kind_limits or ()),
-        backoff=Backoff(settings.backoff, settings.backoff_max),
+        backoff=policy.Backoff(settings.backoff, settings.backoff_max),
         jitter=random.random(),
     )
 
@@ -43,7 +39,7 @@ def report_of(text: str, order: int) -> Report:
         return decode_report(text, order)
     except RecordError as error:
         logger.warning("a node's failure report cannot be read, so the failure counts as unknown: %s", printable(str(error)))
-        return Report("", replace(classify(Evidence(rank=-1)), order=order))
+        return Report("", replace(classify(evidence.Evidence(rank=-1)), order=order))
 
 
 def ledger_of(text: str) -> Ledger:
@@ -64,7 +60,7 @@ class RoundReports:
     orders: Mapping[str, int]  # etcd's revision of each, by node id
     lost: Mapping[str, str]  # what became of members of the round that are gone, by id
     nodes: int  # the current number of nodes, spares included
-    reaches: Mapping[str, Reach]  # see `judgement.Circumstances`
+    reaches: Mapping[str, joint_evidence.Reach]  # see `judgement.Circumstances`
     needed: frozenset[str] = frozenset()  # ids of nodes without which the job cannot go on: its store is there
     ambiguous: frozenset[str] = frozenset()  # names that several machines have in common
     charges: int = 0  # restarts that count against the budget and have not expired (see `Judgement.window_s`)
@@ -75,7 +71,7 @@ class RoundReports:
 class Judgement:
     """The judgement of the leader's agent on the reports."""
 
-    state: State  # of the job after it: BROKEN if the job goes on, else CLOSED
+    state: round_records.State  # of the job after it: BROKEN if the job goes on, else CLOSED
     reason: str
     # verdict, ledger: records of `failures.ledger`.
     verdict: str
@@ -129,15 +125,15 @@ class AgentPolicy:
         )
         if not given:
             kept, left = judgement.too_few_left(before, rules, reports.round)
-            return Judgement(State.CLOSED, left.decision.reason, encode_verdict(left), encode_ledger(kept))
+            return Judgement(round_records.State.CLOSED, left.decision.reason, encode_verdict(left), encode_ledger(kept))
         after, verdict = judgement.judge(given, before, rules, reports.round)
-        by_name = verdict.decision.rule in (BAD_NODE, CUT_AGAIN)
+        by_name = verdict.decision.rule in (policy.BAD_NODE, policy.CUT_AGAIN)
         counted = by_name and verdict.host in reports.ambiguous  # over several nodes of one name
         if verdict.decision.response is Response.REPLACE_NODE and (verdict.node in reports.needed or counted):
             after, verdict = judgement.judge(given, before, replace(rules, min_nodes=reports.nodes), reports.round)
         leaves = verdict.decision.response is Response.REPLACE_NODE
         return Judgement(
-            State.CLOSED if verdict.ends_job else State.BROKEN,
+            round_records.State.CLOSED if verdict.ends_job else round_records.State.BROKEN,
             verdict.decision.reason,
             encode_verdict(verdict),
             encode_ledger(after),

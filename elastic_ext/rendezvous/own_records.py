@@ -7,8 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from elastic_ext.etcd import FROM_NOW, Batch, Began, Delete, Get, LeaseLost, LeaseSession, Put, Watch, absent
-from elastic_ext.etcd.values import KeyValue, Op
+from elastic_ext.etcd import FROM_NOW, Batch, Began, Delete, Get, LeaseLost, LeaseSession, Put, Watch, absent, values
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
@@ -27,7 +26,7 @@ class Registration:
         self,
         context: NodeContext,
         on_lost: Callable[[LeaseSession], None],
-        on_created: Callable[[KeyValue | None], None],
+        on_created: Callable[[values.KeyValue | None], None],
     ) -> None:
         """
         Args:
@@ -72,7 +71,7 @@ class Registration:
             raise LeaseLost(f"lease {session.lease_id:x} is gone")
         session.renewed(kept.sent_at, ttl_s)
 
-    def create_ops(self) -> list[Op]:
+    def create_ops(self) -> list[values.Op]:
         """Return the operations that create this node's key: read the last node's name, write the key, become the last node."""
         put, last = self._put(), self._context.keys.last_node
         return [Get(last), put, Put(last, self._context.config.node_id, lease_id=put.lease_id)]
@@ -98,7 +97,7 @@ class Registration:
         else:
             self._written = self.node
 
-    def registered(self, revision: int, last: KeyValue | None) -> None:
+    def registered(self, revision: int, last: values.KeyValue | None) -> None:
         """Note that the node's key was created at this revision. last: see on_created."""
         self.created = revision
         self._written = self.node
@@ -158,7 +157,7 @@ class OwnAssignment:
         """The assignment, if it is for the round of the header."""
         return self.value if self.value is not None and self.value.of(self._header.value) else None
 
-    def take(self, kv: KeyValue) -> None:
+    def take(self, kv: values.KeyValue) -> None:
         """Take in a reading of the assignment."""
         assignment = self._context.reader.assignment(kv)
         self._unreadable = assignment is None

@@ -18,31 +18,20 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic import rendezvous
 
-from elastic_ext.base import names
-from elastic_ext.base.contracts import LeaseRevocation
-from elastic_ext.base.diagnosis import Response
-from elastic_ext.base.errors import NodeDrained, NodeRefused, UsageError
-from elastic_ext.base.printable import shown
+from elastic_ext.base import contracts, diagnosis, errors, names, printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, QuotaExceeded, unchanged
-from elastic_ext.etcd.values import KeyValue
-from elastic_ext.failures import slurm
-from elastic_ext.failures.ledger import JobStopped, JobVerdict, decode_verdict
-from elastic_ext.rendezvous import drains, rounds
+from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, QuotaExceeded, unchanged, values
+from elastic_ext.failures import ledger, slurm
+from elastic_ext.rendezvous import drains, header_record, job_status, judging, leader, round_store, rounds
 from elastic_ext.rendezvous.address import check_own, checked_address, host_of, is_loopback, network, own_address, own_name
 from elastic_ext.rendezvous.contract import ETCD, JOIN_TIMEOUT_S, JobDone
 from elastic_ext.rendezvous.fence import Fence
-from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.job_records import JobRecords, LateJoins
-from elastic_ext.rendezvous.job_status import connect
-from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys, checked, checked_given
-from elastic_ext.rendezvous.leader import Election, Leader
 from elastic_ext.rendezvous.links import Links, Peers
 from elastic_ext.rendezvous.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, RecordReader, State, encode
-from elastic_ext.rendezvous.round_store import StoreConnector, listen_at
 from elastic_ext.rendezvous.tasks import Dispatcher, HostRefused, LostRace, NodeConfig, NodeContext, Outage, TaskRunner
 
 logger = logging.getLogger(__name__)
@@ -69,7 +58,7 @@ class Participant:
         dispatcher: Dispatcher,
         config: NodeConfig,
         on_change: Callable[[], None],
-        policy: AgentPolicy,
+        policy: judging.AgentPolicy,
     ) -> None:
         """
         Args:
@@ -90,7 +79,7 @@ class Participant:
         self.registration = Registration(context, lambda lost: self.recovery.register_again(lost), self._on_key_created)
         outage = Outage(config.lease_ttl_s, lambda: self.registration.session, self.tasks.now)
         self._job_records = JobRecords(context)
-        self.header_record = header = HeaderRecord(
+        self.header_record = header = header_record.HeaderRecord(
             context, outage, self._on_header, self._on_own_assignment, lambda: self.recovery.restore_soon()
         )
         self._own_offer = OwnOffer(context, header, self.registration)
@@ -98,11 +87,11 @@ class Participant:
             context, header, self.registration, self._on_joined, lambda: self.recovery.restore_soon()
         )
 
-        def lead() -> Leader:
+        def lead() -> leader.Leader:
             header.read()
-            return Leader(context, header, self.registration.created, outage, policy, self.recovery.restore)
+            return leader.Leader(context, header, self.registration.created, outage, policy, self.recovery.restore)
 
-        self.election = Election(context, self.registration, lead)
+        self.election = leader.Election(context, self.registration, lead)
         self.recovery = Recovery(
             context,
             self._job_records,
@@ -224,7 +213,7 @@ class Participant:
         if self._assignment.doubtful:
             self.recovery.restore_soon()
 
-    def _on_key_created(self, last: KeyValue | None) -> None:
+    def _on_key_created(self, last: values.KeyValue | None) -> None:
         self.election.find_predecessor(last)
         self._own_offer.write_again()
 
@@ -232,7 +221,7 @@ class Participant:
         self._assignment.join_if_assigned()
         self._on_change()
 
-    def _on_own_assignment(self, kv: KeyValue) -> None:
+    def _on_own_assignment(self, kv: values.KeyValue) -> None:
         self._assignment.take(kv)
         self._assignment.join_if_assigned()  # its event may never come
 
@@ -270,7 +259,7 @@ class Recovery:
         self,
         context: NodeContext,
         job_records: JobRecords,
-        header: HeaderRecord,
+        header: header_record.HeaderRecord,
         registration: Registration,
         assignment: OwnAssignment,
         outage: Outage,
@@ -315,7 +304,7 @@ class Recovery:
         if own is None or own.create_revision != self._registration.created:  # written by a try whose answer was lost
             self.write_own_key()
 
-    def _restore_assignment(self, found: KeyValue | None) -> None:
+    def _restore_assignment(self, found: values.KeyValue | None) -> None:
         context, header = self._context, self._header
         assignment = self._assignment.current
         if assignment is None or (found is not None and context.reader.assignment(found) is not None):
@@ -461,7 +450,7 @@ class Place:
 
     params: rendezvous.RendezvousParameters
     settings: Settings
-    policy: AgentPolicy
+    policy: judging.AgentPolicy
     address: str  # the address by which the other nodes reach this one
     patience: Patience
     participant: Participant
@@ -469,7 +458,7 @@ class Place:
     fence: Fence
     links: Links
     late_joins: LateJoins
-    stores: StoreConnector
+    stores: round_store.StoreConnector
     changed: InterruptibleCondition  # notified when anything in the participant or the fence has changed
 
     @property
@@ -481,7 +470,7 @@ class Place:
         lease_id, until = self.participant.registration.lease
         return until if lease_id is not None else None
 
-    def revocation(self) -> LeaseRevocation | None:
+    def revocation(self) -> contracts.LeaseRevocation | None:
         """See `contract.Rendezvous`. Secrets go through the reaper's pipe only."""
         lease_id, _ = self.participant.registration.lease
         if lease_id is None or self.params.backend != ETCD:  # c10d has no JSON gateway: the reaper ends, which the links report
@@ -502,7 +491,7 @@ class Place:
             "password": settings.etcd_password,
         }
 
-    def await_round(self, after: int, on_verdict: Callable[[JobVerdict], None]) -> tuple[Header, Assignment]:
+    def await_round(self, after: int, on_verdict: Callable[[ledger.JobVerdict], None]) -> tuple[Header, Assignment]:
         """Return the next round after round `after`, and this node's assignment to it.
 
         on_verdict: called with the verdict on round `after`. A node on which nothing failed learns of it only here.
@@ -527,11 +516,11 @@ class Place:
                 if joined is not None and joined[0].round > after:
                     return joined
                 if (drain := drains.of_node(header, self.node_id)) is not None and drain.released:
-                    raise NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
+                    raise errors.NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
                 self.raise_failure(started=after > 0)
                 if header.ended:
                     over = JobDone if header.state is State.DONE else rendezvous.RendezvousClosedError
-                    raise over(f"the job {participant.context.config.run_id} is over: {shown(header.reason)}")
+                    raise over(f"the job {participant.context.config.run_id} is over: {printable.shown(header.reason)}")
                 if self._is_spare(header, after):
                     deadline = time.monotonic() + self.patience.timeout_s
                 left = deadline - time.monotonic()
@@ -542,7 +531,7 @@ class Place:
                     raise rendezvous.RendezvousTimeoutError(self.patience.store_lost)
                 self.changed.wait(left)
 
-    def _heed(self, header: Header, on_news: Callable[[JobVerdict], None] | None) -> None:
+    def _heed(self, header: Header, on_news: Callable[[ledger.JobVerdict], None] | None) -> None:
         """Pass a new verdict on. on_news: None if it is not new. Raises JobStopped if it ends the job, or has this node leave.
 
         It may though nothing failed here: others got no answer from it. A job can also be closed between a verdict that lets it
@@ -551,11 +540,11 @@ class Place:
         verdict = _decoded(header.verdict)
         if verdict is None:
             return
-        leaves = verdict.decision.response is Response.REPLACE_NODE and verdict.node == self.node_id
+        leaves = verdict.decision.response is diagnosis.Response.REPLACE_NODE and verdict.node == self.node_id
         if on_news is not None and not leaves:
             on_news(verdict)
         if leaves or (header.state is State.CLOSED and verdict.ends_job):
-            raise JobStopped(verdict)
+            raise ledger.JobStopped(verdict)
 
     def _is_spare(self, header: Header, after: int) -> bool:
         """Return whether the job trains without this node, which waits for as long as it does. Without etcd nothing is known."""
@@ -568,9 +557,9 @@ class Place:
         if failure is None:
             return
         if isinstance(failure, QuotaExceeded) and not started:  # nothing has started yet: an operator must act first
-            raise UsageError(str(failure))
+            raise errors.UsageError(str(failure))
         if isinstance(failure, HostRefused):
-            raise NodeRefused(str(failure))
+            raise errors.NodeRefused(str(failure))
         raise rendezvous.RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure
 
     def leave(self) -> None:
@@ -583,9 +572,9 @@ class Place:
 
 
 @functools.lru_cache(1)  # a waiting node looks at the same verdict again and again
-def _decoded(text: str) -> JobVerdict | None:
+def _decoded(text: str) -> ledger.JobVerdict | None:
     try:
-        return decode_verdict(text)
+        return ledger.decode_verdict(text)
     except RecordError as error:
         logger.debug("a verdict that cannot be read: %s", error)
         return None
@@ -594,7 +583,7 @@ def _decoded(text: str) -> JobVerdict | None:
 def take_place(
     params: rendezvous.RendezvousParameters,
     settings: Settings,
-    policy: AgentPolicy,
+    policy: judging.AgentPolicy,
     on_event: Callable[[], None],
     on_wait: Callable[[], None],
     own_store: bool,
@@ -616,7 +605,7 @@ def take_place(
     job, timeout_s = check(params.run_id), torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S)
     patience = Patience(timeout_s, params.min_nodes, params.max_nodes, silent_s(settings, os.environ, on_one_host))
     wait_s = min(torch_number(params.config, "read_timeout", START_S), timeout_s)
-    client = connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
+    client = job_status.connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
     checked_address(address)
     check_own(params.local_addr, address)
@@ -633,9 +622,9 @@ def take_place(
     registration, keys = participant.registration, participant.context.keys
     fence = Fence(lambda: registration.lease, settings.lease_ttl, notify)
     records = Peers(client, keys, RecordReader(), node_id, lambda: registration.lease[0])
-    links = Links(job, node_id, listen_at(address), records, fence.give_up)
+    links = Links(job, node_id, round_store.listen_at(address), records, fence.give_up)
     late_joins = LateJoins(client, keys, host, settings.max_rejoins, settings.refuse_node)
-    stores = StoreConnector(changed)
+    stores = round_store.StoreConnector(changed)
     return Place(params, settings, policy, address, patience, participant, dispatcher, fence, links, late_joins, stores, changed)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import socket
 import threading
@@ -41,7 +40,7 @@ class Hello:
 
 
 def encode(hello: Hello) -> bytes:
-    return json.dumps({"schema": SCHEMA, **vars(hello)}).encode() + b"\n"
+    return records.encode(hello, SCHEMA).encode() + b"\n"
 
 
 def decode(line: bytes) -> Hello:

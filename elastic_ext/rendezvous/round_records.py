@@ -7,7 +7,6 @@ what replaces it: an unreadable node is no node, an unreadable header changes no
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -159,13 +158,10 @@ class Assignment:
 
 Record = TypeVar("Record", Node, Header, Assignment)
 
-# Made once: a leader of thousands of nodes writes thousands of records.
-_ENCODER = json.JSONEncoder(separators=(",", ":"), default=records.plain)
-
 
 def encode(record: Node | Header | Assignment) -> bytes:
     """Return the record as JSON, with its schema."""
-    return _ENCODER.encode({"schema": SCHEMA, **vars(record)}).encode()
+    return records.encode(record, SCHEMA).encode()
 
 
 def decode(kind: type[Record], value: bytes, key: str) -> Record:

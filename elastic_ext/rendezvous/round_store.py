@@ -15,9 +15,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from elastic_ext.base import names
-from elastic_ext.base.errors import UsageError
-from elastic_ext.base.round_store import StoreCall
+from elastic_ext.base import errors, names, threads
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.round_records import Header
 
@@ -67,7 +65,7 @@ def listening_socket(address: str) -> socket.socket | None:
     except OSError as error:
         listening.close()
         if is_loopback(address):
-            raise UsageError(
+            raise errors.UsageError(
                 f"cannot listen on {address}: {error.strerror}; bring up the loopback interface: `ip link set lo up`"
             ) from error
         logger.info("listening on all addresses: %s is not an address of this host (%s)", address, error.strerror)
@@ -115,7 +113,7 @@ class StoreConnector:
         Raises RendezvousConnectionError: this is the last of TRIES consecutive stores that did not answer.
         """
         answer: Future[TCPStore] = Future()
-        StoreCall(target=self._try, args=(header, answer), name="elastic_ext-connect", daemon=True).start()
+        threads.StoreCall(target=self._try, args=(header, answer), name="elastic_ext-connect", daemon=True).start()
         with self._changed:
             while not answer.done():
                 if over() is not None:
@@ -207,7 +205,7 @@ class NodeStates:
             except Exception as error:  # noqa: BLE001 - top of the thread; the caller of result() gets it
                 answer.set_exception(error)
 
-        thread = StoreCall(target=call, name="elastic_ext-node-states", daemon=True)
+        thread = threads.StoreCall(target=call, name="elastic_ext-node-states", daemon=True)
         try:
             thread.start()  # RuntimeError, too: no more threads
             self._calls.append(thread)

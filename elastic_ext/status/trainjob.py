@@ -26,6 +26,7 @@ from datetime import datetime, timezone
 from enum import Enum
 from urllib.parse import urlsplit
 
+from elastic_ext.base import threads
 from elastic_ext.base.printable import printable
 
 logger = logging.getLogger(__name__)
@@ -166,11 +167,8 @@ class Poster:
         self._request = _Request()
         self._warned: set[str] = set()
         self._failures = 0
-        self._thread = threading.Thread(target=self._run, name="elastic_ext-trainjob", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # no more threads, e.g. a limit of the container
-            logger.warning("no TrainJob status: cannot start its thread: %s", error)
+        text = "no TrainJob status: cannot start its thread: %s"
+        if threads.started(self._run, "elastic_ext-trainjob", logger.warning, text) is None:
             self._ended.set()
 
     def changed(self) -> None:

@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base import diagnosis
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base import diagnosis, errors, threads
 from elastic_ext.base.goodput import Shared, Spent, summary
-from elastic_ext.telemetry import families
-from elastic_ext.telemetry.goodput import Look, TimeLedger, advised_interval
+from elastic_ext.telemetry import families, goodput
 from elastic_ext.workers.progress import Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
@@ -58,7 +56,7 @@ class Goodput(families.FamilyCollector):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ledger = TimeLedger(time.monotonic())
+        self._ledger = goodput.TimeLedger(time.monotonic())
         self._table: ProgressTable | None = None
         self._share: Callable[[Spent], Shared] | None = None
         self._given, self._known = Spent(), _KnownGoodput()
@@ -88,12 +86,9 @@ class Goodput(families.FamilyCollector):
         self._nodes = nodes
         if self._share is not None and self._thread is None:
             # Not before: the first node of a job deletes what an ended one left under its run id.
-            thread = threading.Thread(target=self._share_often, name="elastic_ext-goodput", daemon=True)
-            try:
-                thread.start()
-                self._thread = thread
-            except RuntimeError as error:  # a limit on threads
-                logger.warning("goodput is not shared with the job: %s", error)
+            text = "goodput is not shared with the job: %s"
+            self._thread = threads.started(self._share_often, "elastic_ext-goodput", logger.warning, text)
+            if self._thread is None:
                 self._share = None
         if self._thread is not None:
             self._first.wait(FIRST_SHARE_S)
@@ -109,7 +104,7 @@ class Goodput(families.FamilyCollector):
 
     # What others see.
 
-    def look(self) -> Look:
+    def look(self) -> goodput.Look:
         with self._lock:
             workers = self._workers()
             return self._ledger.at(time.monotonic(), workers)
@@ -122,7 +117,7 @@ class Goodput(families.FamilyCollector):
 
     def values(self) -> families.Values:
         look, job = self.look(), self.job()
-        interval = advised_interval(job.spent, job.hosts)
+        interval = goodput.advised_interval(job.spent, job.hosts)
         for state, seconds in look.spent.by_state.items():
             yield "elastic_ext_goodput_seconds", (state,), seconds
         single = {
@@ -145,7 +140,7 @@ class Goodput(families.FamilyCollector):
     def status(self) -> dict[str, object]:
         """Return what /status.json shows under "goodput"."""
         look, job = self.look(), self.job()
-        interval = advised_interval(job.spent, job.hosts)
+        interval = goodput.advised_interval(job.spent, job.hosts)
         return {
             "seconds": look.spent.by_state,
             "unsettled_seconds": look.unsettled_s,
@@ -189,7 +184,7 @@ class Goodput(families.FamilyCollector):
             try:
                 self._share_once()
                 failed = False
-            except (ElasticExtError, OSError) as error:
+            except (errors.ElasticExtError, OSError) as error:
                 logger.log(logging.DEBUG if failed else logging.INFO, "goodput was not shared, and will be later: %s", error)
                 failed = True
             except Exception:  # the top of a thread

@@ -12,7 +12,6 @@ import logging
 import math
 import numbers
 import platform
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,10 +20,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from elastic_ext.base import diagnosis, printable
+from elastic_ext.base import diagnosis, printable, threads
 from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP, PastRecovery
-from elastic_ext.telemetry import families
-from elastic_ext.telemetry.accounting import Goodput
+from elastic_ext.telemetry import accounting, families
 from elastic_ext.workers.progress import Progress
 
 if TYPE_CHECKING:
@@ -72,7 +70,7 @@ class AgentMetrics(families.FamilyCollector):
         self.progress = progress
         self._clock = families.UnixClock()
         self._full = False
-        self.goodput = Goodput()  # where the time goes
+        self.goodput = accounting.Goodput()  # where the time goes
         # called when a checkpoint has become complete in checkpoint_dir, by the copier's thread; see `copied`
         self.on_copied: Callable[[int | None], object] = lambda lag_steps: None
         self.state, self.since = "", 0.0  # what the agent does, and since when, monotonic
@@ -334,16 +332,13 @@ class GpuQuery:
     def __init__(self, ask: Callable[[], Sequence[str]]) -> None:
         self._ask = ask
         self._answer: Sequence[str] = ()
-        self._thread: threading.Thread | None = None
+        self._asked = False
 
     def answer(self) -> Sequence[str]:
         """Return the answer; () until it comes. The first call asks. For one thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="elastic_ext-gpus", daemon=True)
-            try:
-                self._thread.start()
-            except RuntimeError as error:  # no more threads
-                logger.warning("metrics: the workers' GPUs are unknown: %s", error)
+        if not self._asked:
+            self._asked = True
+            threads.started(self._run, "elastic_ext-gpus", logger.warning, "metrics: the workers' GPUs are unknown: %s")
         return self._answer
 
     def _run(self) -> None:

@@ -15,8 +15,7 @@ from elastic_ext.base.diagnosis import HANG, PREEMPTION, USER_STOP
 from elastic_ext.base.goodput import PRODUCTIVE, StateSeconds
 from elastic_ext.base.printable import counted, shown
 from elastic_ext.status.job_status import ENDED_STATES, Document, Failure, NodeStatus
-from elastic_ext.telemetry import families
-from elastic_ext.telemetry.goodput import WAITS_FOR_NODES_S
+from elastic_ext.telemetry import families, goodput
 from elastic_ext.timeline import model
 from elastic_ext.timeline.events import BORN, JOINED, Agent, Aligned, TimelineEvent, aligned
 
@@ -84,9 +83,9 @@ class Track:
         ends = [at for at, _ in self.changes[1:]] + [until]
         for (begin, state), end in zip(self.changes, ends, strict=True):
             end = max(begin, end)
-            if state == model.RENDEZVOUS and end - begin > WAITS_FOR_NODES_S:  # from then on it waits for nodes
-                yield model.Span(begin, begin + WAITS_FOR_NODES_S, state)
-                yield model.Span(begin + WAITS_FOR_NODES_S, end, model.WAITING)
+            if state == model.RENDEZVOUS and end - begin > goodput.WAITS_FOR_NODES_S:  # from then on it waits for nodes
+                yield model.Span(begin, begin + goodput.WAITS_FOR_NODES_S, state)
+                yield model.Span(begin + goodput.WAITS_FOR_NODES_S, end, model.WAITING)
             elif state != model.GONE:
                 yield model.Span(begin, end, state)
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from elastic_ext.base import round_store
+from elastic_ext.base import printable, round_store
 from elastic_ext.base.errors import RanksMissing, UsageError
-from elastic_ext.base.printable import counted
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -124,7 +123,7 @@ def micro_steps_of(global_batch: int, micro_batch: int, ranks: int) -> Accumulat
     at_once = micro_batch * ranks
     micro_steps = max(1, (2 * global_batch + at_once) // (2 * at_once))
     used = micro_steps * at_once
-    made = f"{counted(micro_steps, 'micro-step')} of {micro_batch} samples on each of {ranks} ranks"
+    made = f"{printable.counted(micro_steps, 'micro-step')} of {micro_batch} samples on each of {ranks} ranks"
     if used == global_batch:
         reason = f"the global batch of {global_batch} is {made}"
     else:

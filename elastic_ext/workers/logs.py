@@ -58,10 +58,8 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-from elastic_ext.base import files
-from elastic_ext.base.wakeup import readable
-from elastic_ext.workers import processes, progress_layout, reaper, relay, worker_env
-from elastic_ext.workers.progress import named_pipe
+from elastic_ext.base import files, wakeup
+from elastic_ext.workers import helpers, processes, progress, progress_layout, reaper, relay, worker_env
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +99,7 @@ class StderrSource:
 
 def make_source(path: str, shown: bool) -> StderrSource:
     """Make one worker's pipe. path: the requested name; if named pipes are refused, it gets another. Raises OSError."""
-    path, pipe, writer = named_pipe(path)  # the relay gets the descriptor, so it need not find the path
+    path, pipe, writer = progress.named_pipe(path)  # the relay gets the descriptor, so it need not find the path
     ring_fd = -1
     try:
         ring_fd = _shared_memory()
@@ -133,7 +131,7 @@ def _start_process(console: int) -> tuple[subprocess.Popen[bytes] | None, socket
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        process = processes.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
+        process = helpers.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
     except OSError as error:
         ours.close()
         theirs.close()
@@ -274,7 +272,7 @@ class RelayClient:
         """Return the answer to this flush; None on a timeout or if the relay has ended."""
         if self._control.fileno() < 0:
             return None
-        while readable(self._control.fileno(), deadline - time.monotonic()):
+        while wakeup.readable(self._control.fileno(), deadline - time.monotonic()):
             try:
                 answer = self._control.recv(256).split()
             except OSError:
@@ -289,7 +287,7 @@ class RelayClient:
     def _resume(self) -> None:
         """Continue the process if it was stopped: full pipes would soon block the workers."""
         if (pid := self.pid) is not None:
-            processes.resume(pid, "stderr relay")
+            helpers.resume(pid, "stderr relay")
 
     def _await_end(self, timeout_s: float) -> bool:
         """Return whether the process ended within this time; True for a thread."""

@@ -1,5 +1,4 @@
-"""Processes of an agent: how helpers start, descriptors that become readable when a child ends, the workers of one round, and the
-reaper, whose program and protocol are in `reaper.py`.
+"""Processes of an agent: descriptors that become readable when a child ends, and the workers of one round.
 
 The descriptors are pidfds, or a pipe and a thread if there are none: Linux before 5.4 has no pidfds, some seccomp profiles refuse
 them, and an interpreter may have been built against old headers. Only for children that this process has not reaped, so that no
@@ -14,24 +13,20 @@ from __future__ import annotations
 
 import errno
 import functools
-import json
 import logging
 import os
 import select
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
-from elastic_ext.base.contracts import LeaseRevocation
-from elastic_ext.base.wakeup import milliseconds
-from elastic_ext.workers import reaper
-from elastic_ext.workers.progress import EndingWorkers
+from elastic_ext.base.torch_private import reraise_signals
+from elastic_ext.base.wakeup import Wakeup, milliseconds
+from elastic_ext.workers import progress, reaper
 
 if TYPE_CHECKING:
     from _typeshed import FileDescriptorLike
@@ -42,8 +37,6 @@ _FLAGS = 6  # fields after the name of the process in /proc/PID/stat, see proc_p
 _PF_EXITING = 0x4  # include/linux/sched.h
 TRACER_WAIT_S = 0.02
 TRACKERS_S = 1.0  # for resource trackers to end after all others of their groups: they need milliseconds
-REAPER_END_S = 40.0  # the reaper itself gives up after about 30 s
-REAPER_STOPPED_S = 2.0  # how long to wait for its end before checking whether it is stopped
 _REFUSED = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 
@@ -148,50 +141,6 @@ def is_ending(pid: int) -> bool:
     return len(fields) > _FLAGS and bool(int(fields[_FLAGS]) & _PF_EXITING)
 
 
-@contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block what may end this process inside the context: a helper is known to the caller before a handler can raise.
-
-    Blocked signals stay blocked across exec: none of these can end a helper, even while it starts.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, reaper.BLOCKED_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def start_helper(
-    program: str, *arguments: str, stdin: int, stderr: int | None = None, pass_fds: Sequence[int] = ()
-) -> subprocess.Popen[bytes]:
-    """Start a helper process that outlives this one: a file that needs only the standard library. Raises OSError.
-
-    Call it inside `signals_blocked` if the process would be lost without its result.
-    """
-    with signals_blocked():
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", program, *arguments],
-            stdin=stdin,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            # Without the workers' token. LD_*, because some interpreters find their own library only through LD_LIBRARY_PATH.
-            env={name: value for name, value in os.environ.items() if name.startswith("LD_")},
-            pass_fds=pass_fds,
-            bufsize=0,  # or closing its input would retry writes that have failed
-            start_new_session=True,  # a signal to the agent's process group must not reach it
-        )
-
-
-def resume(pid: int, what: str) -> bool:
-    """Resume a helper process if it was stopped (SIGSTOP). Return whether it was. what: its name for the log."""
-    if state(pid) != "T":
-        return False
-    logger.warning("the %s (pid %s) was stopped from outside; resuming it", what, pid)
-    with suppress(OSError):  # it has ended
-        os.kill(pid, signal.SIGCONT)
-    return True
-
-
 @dataclass(frozen=True)
 class Exit:
     local_rank: int
@@ -217,17 +166,21 @@ class Exit:
         return self.stop_sent_ns is not None and (raised_ns is None or raised_ns >= self.stop_sent_ns)
 
 
-class HasStopBy(Protocol):
-    """An object that knows when the workers must be gone. That time may come nearer while they end."""
+@dataclass(frozen=True)
+class StopLimit:
+    """When the workers must be gone. That time may come nearer while they end.
+
+    wakeup: set when it changes. stop_by: returns it, in monotonic seconds; None: there is none. Ask after `clear`, not before.
+    """
+
+    wakeup: Wakeup
+    stop_by: Callable[[], float | None]
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when the time may have changed."""
+        return self.wakeup.fileno()
 
     def clear(self) -> None:
-        """Forget the changes so far. Ask for the time after this call, not before."""
-
-    def stop_by(self) -> float | None:
-        """Return the monotonic time; None: there is none."""
+        reraise_signals(self.wakeup.clear())
 
 
 class WorkerProcesses:
@@ -311,8 +264,8 @@ class WorkerProcesses:
         self,
         grace_s: float,
         on_stragglers: Callable[[list[int]], None],
-        ending: EndingWorkers | None = None,
-        limit: HasStopBy | None = None,
+        ending: progress.EndingWorkers | None = None,
+        limit: StopLimit | None = None,
     ) -> None:
         """End all workers: send SIGTERM now, and SIGKILL to those that are left after `grace_s` seconds.
 
@@ -342,7 +295,7 @@ class WorkerProcesses:
                 self.pids[local_rank],
             )
 
-    def _await_all(self, timeout_s: float, ending: EndingWorkers | None = None, limit: HasStopBy | None = None) -> None:
+    def _await_all(self, timeout_s: float, ending: progress.EndingWorkers | None = None, limit: StopLimit | None = None) -> None:
         deadline = time.monotonic() + timeout_s
         changes = [each for each in (ending, limit) if each is not None]
         while self.running:
@@ -357,7 +310,7 @@ class WorkerProcesses:
                 self._cut_short_past_exit_handlers(ending)
             self.wait(left, *changes)
 
-    def _cut_short_past_exit_handlers(self, ending: EndingWorkers) -> None:
+    def _cut_short_past_exit_handlers(self, ending: progress.EndingWorkers) -> None:
         ending.clear()  # before `past_exit_handlers`
         past = {rank: code for rank, code in ending.past_exit_handlers().items() if rank in self.running}
         self._cut_short.update(past)
@@ -461,149 +414,3 @@ def _exitcode(pidfd: int, pid: int) -> tuple[bool, int | None]:
     if result is None:
         return False, None
     return True, result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-
-
-class Reaper:
-    """Keeps a reaper process running beside the agent from construction to close(), and sends it each round's workers.
-
-    If no reaper can be started (no process or descriptor is left), this logs it once, and each round tries again.
-    """
-
-    def __init__(self, token: str, run_dir: str, inherited: Callable[[], Sequence[int]] = tuple) -> None:
-        """Start the reaper.
-
-        token: in every worker's environment. run_dir: a directory to remove once the agent has ended. inherited: returns
-        descriptors that stay open as long as the reaper lives.
-        """
-        self._token = token
-        self._run_dir = run_dir
-        self._inherited = inherited
-        self._workers: list[int] = []
-        self._will: LeaseRevocation | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self.pidfd: int | None = None  # readable once the reaper has ended; None: no reaper runs
-        self._cannot_start = False  # logged once
-        self._cannot_run = False  # it ended by itself, as the next one would
-        self._start()
-
-    def _start(self) -> None:
-        try:
-            with signals_blocked():
-                self._process = self._spawn()
-                self.pidfd = watch(self._process.pid)
-        except OSError as error:
-            self._kill()
-            if not self._cannot_start:
-                logger.warning("cannot start the reaper: %s; if this agent is killed, its workers may outlive it", error)
-            self._cannot_start = True
-            return
-        if self._cannot_start:
-            self._cannot_start = False
-            logger.warning("the reaper is running again (pid %s)", self._process.pid)
-
-    def _spawn(self) -> subprocess.Popen[bytes]:
-        arguments = str(reaper.VERSION), str(os.getpid()), self._token, self._run_dir
-        process = start_helper(reaper.__file__, *arguments, stdin=subprocess.PIPE, pass_fds=self._inherited())
-        assert process.stdin is not None
-        os.set_blocking(process.stdin.fileno(), False)  # a reaper that does not read must not block the agent
-        return process
-
-    def watch(self, pids: Iterable[int], will: LeaseRevocation | None = None) -> None:
-        """Send the workers of this round to the reaper.
-
-        will: how to take this node out of the rendezvous if the agent is killed; None: nothing to do.
-        """
-        self._workers = list(pids)
-        self._will = will
-        self.revive()
-        if self._process is None and not self._cannot_run:
-            self._start()
-        self._send_round()
-
-    def runs(self) -> bool:
-        """Return whether the reaper process has not ended."""
-        return self._process is not None and self._process.poll() is None
-
-    def revive(self) -> None:
-        """Restart the reaper if it was killed (its pidfd is then readable); continue it if it was stopped."""
-        if self._process is None:
-            return
-        if self._process.poll() is None:
-            resume(self._process.pid, "reaper")
-            return
-        pid, code = self._process.pid, self._process.returncode
-        self._release()
-        if code >= 0:
-            self._cannot_run = True
-            logger.error("the reaper ended with exit code %s; if this agent is killed, its workers may outlive it", code)
-            return
-        logger.warning("the reaper (pid %s) was killed from outside; starting another", pid)
-        self._start()
-        self._send_round()
-
-    def _send_round(self) -> None:
-        self._send(" ".join([reaper.WORKERS, *map(str, self._workers)]))
-        if self._will is not None:
-            self._send(f"{reaper.WILL} {json.dumps(self._will)}")
-
-    def close(self, clean: bool) -> None:
-        """End the reaper. Unless clean, everything that the agent started is dead when this returns."""
-        if not clean:
-            self.revive()  # without a reaper, what the agent started would survive
-        if self._process is not None:
-            self._send(f"{reaper.END} {reaper.CLEAN}" if clean else reaper.END)
-        if self._process is not None and self._await_end(self._process):
-            self._release()
-            return
-        self._kill()
-        if not clean:
-            reaper.kill_marked(self._token.encode())
-
-    def _await_end(self, process: subprocess.Popen[bytes]) -> bool:
-        """Wait for the process to end. Return False if it stays stopped."""
-        resume(process.pid, "reaper")
-        try:
-            process.wait(REAPER_STOPPED_S)
-        except subprocess.TimeoutExpired:
-            if state(process.pid) in ("T", "t"):
-                logger.warning("the reaper (pid %s) stays stopped; killing it", process.pid)
-                return False
-        try:
-            process.wait(REAPER_END_S - REAPER_STOPPED_S)
-        except subprocess.TimeoutExpired:
-            logger.warning("the reaper (pid %s) still waits for a process that is asleep in the kernel", process.pid)
-        return True
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            try:
-                self._process.wait(REAPER_STOPPED_S)
-            except subprocess.TimeoutExpired:
-                logger.warning("the reaper (pid %s) did not end after SIGKILL", self._process.pid)
-        self._release()
-
-    def _release(self) -> None:
-        process, self._process = self._process, None
-        pidfd, self.pidfd = self.pidfd, None
-        if pidfd is not None:
-            os.close(pidfd)
-        if process is not None and process.stdin is not None:
-            process.stdin.close()
-
-    def _send(self, line: str) -> None:
-        if self._process is None or self._process.stdin is None:
-            return
-        text = line.encode() + b"\n"
-        try:
-            whole = self._process.stdin.write(text) == len(text)  # None: the pipe is full
-        except BrokenPipeError:
-            return  # the reaper has ended; its pidfd reports that
-        if not whole:  # half a line may be in the pipe, so this reaper would misread the next one
-            logger.warning("the reaper (pid %s) has not read its messages for a long time; starting another", self._process.pid)
-            self._kill()
-            self._start()
-            if not line.startswith(reaper.END):
-                self._send_round()
-            elif self._process is not None:
-                self._send(line)

@@ -77,7 +77,7 @@ class ExactProcess:
         except ProcessLookupError:
             raise
         except (OSError, AttributeError):
-            self._started = _start_time(pid)
+            self._started = start_time(pid)
             if not self._started:
                 raise ProcessLookupError(pid) from None
 
@@ -91,9 +91,9 @@ class ExactProcess:
             poll = select.poll()
             poll.register(self.pidfd, select.POLLIN)
             return bool(poll.poll(timeout_s * 1000))
-        if _start_time(self.pid) == self._started and timeout_s > 0:
+        if start_time(self.pid) == self._started and timeout_s > 0:
             select.select([], [], [], min(timeout_s, END_CHECK_S))
-        return _start_time(self.pid) != self._started
+        return start_time(self.pid) != self._started
 
     def kill(self) -> bool:
         """Send SIGKILL. Return False if the process has already ended or this process may not kill it."""
@@ -151,7 +151,7 @@ def stat_fields(pid: int) -> "list[str]":
         return []
 
 
-def _start_time(pid: int) -> str:
+def start_time(pid: int) -> str:
     """Return when a process started, in kernel ticks; "" if it has ended, including zombies."""
     fields = stat_fields(pid)
     return fields[19] if fields and fields[0] not in ("Z", "X") else ""

@@ -186,10 +186,10 @@ exits.set_succeeded()
 APART = ["an exit handler", "taken apart"]
 CALL = """
 import time
-from elastic_ext.base import round_store
-round_store.await_calls.__defaults__ = (600.0,)  # longer than the alarm
+from elastic_ext.base import threads
+threads.await_calls.__defaults__ = (600.0,)  # longer than the alarm
 answer = threading.Event()
-round_store.StoreCall(target=lambda: (answer.wait(), time.sleep(0.3), print("a call has returned")), daemon=True).start()
+threads.StoreCall(target=lambda: (answer.wait(), time.sleep(0.3), print("a call has returned")), daemon=True).start()
 """
 ANSWER = "atexit.register(answer.set)\n"
 

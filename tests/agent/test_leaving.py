@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.agent import leaving
 from elastic_ext.agent.leaving import DrainWatch, Published, is_new
-from elastic_ext.base import torch_private, wakeup
+from elastic_ext.base import threads, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import host, kubernetes
 from elastic_ext.rendezvous.round_records import Drain
@@ -183,7 +183,7 @@ def test_a_signal_at_any_line_of_a_request_leaves_what_can_be_closed():
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     workers = SimpleNamespace(ranks={0: 0})
     progress = SimpleNamespace(want_save=lambda local_rank, number: None, read_all=lambda: [])
-    files = {leaving.__file__, wakeup.__file__}
+    files = {leaving.__file__, threads.__file__}
 
     def interrupted(line: int) -> bool:
         job = SimpleNamespace(part=SimpleNamespace(save_wanted=1))

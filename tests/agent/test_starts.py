@@ -22,8 +22,8 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import HostName
 from elastic_ext.workers import limits
+from elastic_ext.workers.helpers import REAPER_END_S
 from elastic_ext.workers.logs import WorkerLogs
-from elastic_ext.workers.processes import REAPER_END_S
 from tests import refusing
 from tests.jobs import AGENT, ROOT, SCRIPTS, Gate, Job, children, command_of, run, wait_gone
 from tests.ports import free_port
@@ -328,7 +328,7 @@ def test_a_host_without_a_loopback(tmp_path):
 
 REAPER = """
 import os, resource, signal, subprocess, sys
-from elastic_ext.workers.processes import Reaper
+from elastic_ext.workers.helpers import Reaper
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 few = len(os.listdir("/proc/self/fd")) - 1
 resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))

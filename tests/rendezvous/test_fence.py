@@ -6,7 +6,7 @@ import time
 import pytest
 from torch.distributed import TCPStore
 
-from elastic_ext.base.round_store import StoreCall, await_calls
+from elastic_ext.base.threads import StoreCall, await_calls
 from elastic_ext.rendezvous import fence
 from elastic_ext.rendezvous.fence import POLL_SHARE, TRAIN_ON_S, Fence, may_train_on, train_on_s
 from elastic_ext.rendezvous.round_store import MAX_SILENT, ROUNDS_SILENT, NodeStates, RoundStore, recently_silent

@@ -27,11 +27,10 @@ A copy in memory is whole if each part is on some node. Its workers send each ot
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 
@@ -395,7 +394,7 @@ class Agreement:
 
 
 def encode(message: Offers | Agreement) -> str:
-    return json.dumps({"schema": SCHEMA, **asdict(message)})
+    return records.encode(message, SCHEMA)
 
 
 def failure(error: Exception) -> Agreement:

@@ -16,8 +16,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import compile_pattern
 from elastic_ext.checkpoints.choice import decisions
 from elastic_ext.checkpoints.choice.decisions import Choice
-from elastic_ext.checkpoints.directory import own_files
-from elastic_ext.checkpoints.directory.upkeep import PruneCandidate
+from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import candidates, detect, layouts
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, is_candidate, is_hidden, order_of, says_step, step_of
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
@@ -384,7 +383,7 @@ THREADS = 16  # concurrent checks; each mostly waits for the storage
 
 
 @dataclass(frozen=True, kw_only=True)
-class ListedCheckpoint(PruneCandidate):
+class ListedCheckpoint(upkeep.PruneCandidate):
     entry: Entry  # the listed entry
     state: str  # "complete", with a note if no optimizer is in it, or why it is not, for people
     epoch: int | None  # from its content; None if unknown
@@ -392,7 +391,7 @@ class ListedCheckpoint(PruneCandidate):
     size: int | None  # bytes; None if unknown
 
     @property
-    def prune_candidate(self) -> PruneCandidate:
+    def prune_candidate(self) -> upkeep.PruneCandidate:
         """The input for `plan_prune`. What families have in common are the steps in their names, for any pattern."""
         return replace(self, family=candidates.family_of(self.name), step=step_of(self.name)) if self.together else self
 

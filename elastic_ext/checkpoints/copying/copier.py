@@ -13,12 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
-from elastic_ext.base import isolated, log_records
-from elastic_ext.base.contracts import CHECKPOINT_DIR, LOCAL_DIR
-from elastic_ext.base.errors import UsageError
-from elastic_ext.base.records import OtherSchema, RecordError
+from elastic_ext.base import contracts, errors, isolated, log_records, records, wakeup
 from elastic_ext.base.settings import Settings
-from elastic_ext.base.wakeup import milliseconds
 from elastic_ext.checkpoints.copying import replicate
 from elastic_ext.checkpoints.copying.replicate import FINISH, LOOK, TOKEN_ENV, UNFINISHED, CopyState, Pulse, decode, made_progress
 from elastic_ext.checkpoints.directory import tiers
@@ -62,7 +58,7 @@ class Child:
 
     def lines(self, timeout_s: float) -> list[bytes] | None:
         """Wait for output; return the complete lines, or None if the process has closed its output."""
-        if not self._poll.poll(milliseconds(timeout_s)):
+        if not self._poll.poll(wakeup.milliseconds(timeout_s)):
             return []
         data = os.read(self._output.fileno(), 1 << 16)
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -289,10 +285,10 @@ class RestartedChild:
     def _handle_line(self, line: bytes) -> None:
         try:
             message = decode(line)
-        except OtherSchema as error:
+        except records.OtherSchema as error:
             logger.warning("cannot tell whether checkpoints are being copied: %s", error)
             return
-        except RecordError:
+        except records.RecordError:
             logger.info("the process that copies checkpoints printed: %s", line.decode(errors="replace").rstrip())
             return
         with self._changed:
@@ -338,8 +334,8 @@ class Copier:
             **os.environ,
             TOKEN_ENV: token,
             log_records.NODE_NAME: log_records.node(),
-            LOCAL_DIR: local_dir,
-            CHECKPOINT_DIR: checkpoint_dir,
+            contracts.LOCAL_DIR: local_dir,
+            contracts.CHECKPOINT_DIR: checkpoint_dir,
         }
         self._local, self._target = open_storage(local_dir), checkpoint_dir
         self._saves = 0
@@ -402,7 +398,7 @@ def claim_local_dir(settings: Settings) -> None:
     if settings.local_dir is None:
         return
     if settings.checkpoint_dir is None:
-        raise UsageError("local_dir is set but checkpoint_dir is not: there is nowhere to copy checkpoints to; set both")
+        raise errors.UsageError("local_dir is set but checkpoint_dir is not: there is nowhere to copy checkpoints to; set both")
     try:
         tiers.claim(open_storage(settings.local_dir), open_storage(settings.checkpoint_dir))
     except OSError as error:

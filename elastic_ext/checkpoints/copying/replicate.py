@@ -40,7 +40,6 @@ the program died.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import platform
@@ -48,11 +47,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from elastic_ext.base import log_records, records
-from elastic_ext.base.contracts import CHECKPOINT_DIR, LOCAL_DIR
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base import contracts, errors, log_records, records
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
@@ -99,7 +96,7 @@ def made_progress(report: CopyState, before: CopyState) -> bool:
 
 def encode(message: CopyState | Pulse) -> str:
     """Return the line without the newline."""
-    return json.dumps({"schema": SCHEMA, **asdict(message)})
+    return records.encode(message, SCHEMA)
 
 
 def decode(line: bytes) -> CopyState | Pulse:
@@ -223,7 +220,7 @@ class Replicator:
                 newest_remote, copy_s = target.manifest.order, time.monotonic() - self._began[1]
                 pending = _newer(mine, newest_remote)
             self._prune({each.name for each in mine}, newest_remote)
-        except (OSError, ElasticExtError) as error:
+        except (OSError, errors.ElasticExtError) as error:
             reason = f"{type(error).__name__}: {error}"
         self._failures = self._failures + 1 if reason else 0
         return replace(self._report(pending, newest_remote, reason), copy_s=copy_s)
@@ -404,13 +401,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb-s", type=float, default=0.0, help="maximum megabytes to send per second; 0: no limit")
     args = parser.parse_args()
-    if absent := [name for name in (LOCAL_DIR, CHECKPOINT_DIR) if not os.environ.get(name)]:
+    if absent := [name for name in (contracts.LOCAL_DIR, contracts.CHECKPOINT_DIR) if not os.environ.get(name)]:
         parser.error(f"{' and '.join(absent)} must be set: the directories to copy from and to")
     log_records.configure("WARNING")
     os.nice(NICE)
     orders = _Orders()
     threading.Thread(target=orders.read, name="orders", daemon=True).start()
-    local, remote = (open_storage(os.environ[name]) for name in (LOCAL_DIR, CHECKPOINT_DIR))
+    local, remote = (open_storage(os.environ[name]) for name in (contracts.LOCAL_DIR, contracts.CHECKPOINT_DIR))
     replicator = Replicator(local, remote, upkeep.TokenBucket(args.mb_s * 1e6), lambda sent: _send(Pulse(sent)))
     return run(replicator, orders, _send)
 

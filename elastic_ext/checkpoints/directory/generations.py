@@ -14,8 +14,7 @@ import re
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
-from elastic_ext.base import records
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base import errors, records
 from elastic_ext.checkpoints.directory.own_files import MARKERS
 from elastic_ext.checkpoints.formats.candidates import order_of
 from elastic_ext.checkpoints.storage import Storage
@@ -27,7 +26,7 @@ KEPT_MARKERS = 8  # the newest decides; the others are for people
 _MARKER = re.compile(r"generation-(\d{8,})")
 
 
-class StaleGroup(ElasticExtError):
+class StaleGroup(errors.ElasticExtError):
     """Another group of workers has opened the directory since, so this one must no longer write there."""
 
 

@@ -24,9 +24,7 @@ from dataclasses import asdict, dataclass, field, fields
 from io import RawIOBase
 from typing import IO, Any, SupportsIndex, cast
 
-from elastic_ext.base import records
-from elastic_ext.base.errors import ElasticExtError
-from elastic_ext.base.printable import literal
+from elastic_ext.base import errors, printable, records
 from elastic_ext.checkpoints.storage import Storage
 
 MARKERS = ".elastic_ext"
@@ -41,7 +39,7 @@ CHECKSUM = "xxh3_64"  # hex, 16 digits; https://github.com/Cyan4973/xxHash
 BLOCK = 512 << 10  # bytes per read of a file to hash; small enough to be still in the core's cache when hashed
 
 
-class ManifestError(ElasticExtError):
+class ManifestError(errors.ElasticExtError):
     """A manifest is damaged or has another schema. The checkpoint must not be used."""
 
 
@@ -97,7 +95,7 @@ def count(value: object, least: int = 0) -> int:
         found = None
     is_bool = type(value).__name__ in ("bool", "bool_")  # that of NumPy before 2, too, which was an index
     if found is None or is_bool or found < least:
-        raise ValueError(f"{literal(value, MOST_SHOWN)} is not a whole number, {least} or more")
+        raise ValueError(f"{printable.literal(value, MOST_SHOWN)} is not a whole number, {least} or more")
     return found
 
 

@@ -36,8 +36,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from elastic_ext.checkpoints.directory import tiers
-from elastic_ext.checkpoints.directory.own_files import MARKERS, StoredFile, checksum_of
+from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.ranks import FETCHED, Parts, PieceExchange, Range, Ranks, merge_ranges, read_bytes
 from elastic_ext.checkpoints.state import Capture, StateDict, UnshardedState, dumps, local_part
 from elastic_ext.checkpoints.storage import Storage
@@ -229,7 +228,7 @@ def shown(path: Path) -> str:
 
 # Buffers.
 
-SPARE = f"{MARKERS}/spare"
+SPARE = f"{own_files.MARKERS}/spare"
 BUFFERS = 2  # per rank
 SLICE = 64 << 20  # bytes, see `populate`
 
@@ -466,11 +465,11 @@ class MemoryCopy:
         return read_index(self._buffers[rank].bytes)
 
 
-def check_part(buffer: Buffer, file: StoredFile, content: bool = True) -> None:
+def check_part(buffer: Buffer, file: own_files.StoredFile, content: bool = True) -> None:
     """Raise PartError unless the buffer holds what the manifest says. content: not only as many bytes."""
     if buffer.size != file.size:
         raise PartError(f"{file.name} has {buffer.size} bytes, expected {file.size}")
-    if content and (found := checksum_of(buffer.bytes)) != file.checksum:
+    if content and (found := own_files.checksum_of(buffer.bytes)) != file.checksum:
         raise PartError(f"{file.name} has checksum {found}, expected {file.checksum}")
 
 

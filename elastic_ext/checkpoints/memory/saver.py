@@ -14,8 +14,7 @@ from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.own_files import Manifest, StoredFile, checksum_of, decode, encode
 from elastic_ext.checkpoints.formats.candidates import directory_name, order_or_oldest
-from elastic_ext.checkpoints.memory import pace, part
-from elastic_ext.checkpoints.memory.devices import Copying, Pair
+from elastic_ext.checkpoints.memory import devices, pace, part
 from elastic_ext.checkpoints.memory.mirror import Mirror, RankReport, keeping_ranks
 from elastic_ext.checkpoints.memory.part import SPARE, Buffer, Buffers, Planned
 from elastic_ext.checkpoints.ranks import CheckpointError, FailureKind, LocalTier, Ranks, SaveFailure, failure_of
@@ -203,7 +202,7 @@ class MemorySaver:
         """
         self._tier, self._objects, self._ranks, self._mirror = tier, objects, ranks, mirror
         self._buffers = Buffers(tier.storage, ranks.rank, room.limit)
-        self._copying = Copying(objects.optimizers)
+        self._copying = devices.Copying(objects.optimizers)
         self._times = pace.StepTimes()
         self._trouble = CopyTrouble(ranks.rank == 0)
         self._attempt: Attempt | None = None  # the last one
@@ -449,11 +448,11 @@ def make(
     return MemorySaver(tier, room, every, objects, own, mirror)
 
 
-def _pairs(objects: Objects, planned: Planned, buffer: Buffer) -> tuple[list[Pair], list[Pair]]:
+def _pairs(objects: Objects, planned: Planned, buffer: Buffer) -> tuple[list[devices.Pair], list[devices.Pair]]:
     """Return (what changes only in an optimizer step, the rest)."""
     parameters = set(parameter_names(objects.model).values())
-    resting: list[Pair] = []
-    moving: list[Pair] = []
+    resting: list[devices.Pair] = []
+    moving: list[devices.Pair] = []
     for path, tensor in planned.tensors.items():
         target = part.view(buffer.tensor, planned.places[path])
         rests = path[0] == "optimizer" or (path[0] == "model" and path[-1] in parameters)

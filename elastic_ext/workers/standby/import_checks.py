@@ -163,7 +163,8 @@ def torchs_directory() -> "str | None":
 
 
 def _own_path() -> "list[str]":
-    return [each for each in sys.path if each != torchs_directory()]
+    torchs = torchs_directory()
+    return [each for each in sys.path if each != torchs]
 
 
 def from_other_files(origins: "Mapping[str, str]", origin_of: "Callable[[object], str | None]") -> "dict[str, str]":

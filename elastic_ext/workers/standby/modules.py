@@ -14,8 +14,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
 from elastic_ext.base.printable import masked
-from elastic_ext.workers.standby import rules
-from elastic_ext.workers.standby.import_checks import PER_WORKER
+from elastic_ext.workers.standby import import_checks, rules
 
 if TYPE_CHECKING:
     from elastic_ext.workers.standby.server import PreloadRequest, Ready
@@ -32,7 +31,7 @@ def surroundings(environ: Mapping[str, str]) -> dict[str, object]:
     with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
         umask = next((line.split()[1] for line in lines if line.startswith("Umask:")), None)
     return {
-        **{f"the variable {name}": value for name, value in environ.items() if name not in PER_WORKER},
+        **{f"the variable {name}": value for name, value in environ.items() if name not in import_checks.PER_WORKER},
         "the current directory": os.getcwd(),
         "the umask": umask,
         "the set of allowed processors": tuple(sorted(os.sched_getaffinity(0))),

@@ -20,10 +20,9 @@ from typing import Any
 
 from elastic_ext.base.printable import Block
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.workers import limits, processes, reaper
-from elastic_ext.workers.standby import modules, rules
+from elastic_ext.workers import helpers, limits, reaper
+from elastic_ext.workers.standby import import_checks, modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
-from elastic_ext.workers.standby.import_checks import PER_WORKER
 from elastic_ext.workers.standby.server import TOKEN_ENV
 
 logger = logging.getLogger(__name__)
@@ -165,7 +164,7 @@ class PoolThread:
             self._refill()
             refill_s = None
         if self._server is not None:
-            processes.resume(self._server.pid, "standby server")
+            helpers.resume(self._server.pid, "standby server")
             if (reason := rules.memory_shortage(limits.memory_left(), 0, server_runs=True)) is not None:
                 self._give_up(reason, rules.ColdReason.MEMORY)  # the training needs it more
         coming = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers
@@ -201,7 +200,7 @@ class PoolThread:
         if self._servers >= MAX_SERVERS:
             self._give_up(f"{MAX_SERVERS} standby servers have failed")
             return
-        environ = {name: value for name, value in self._modules.spec.environ().items() if name not in PER_WORKER}
+        environ = {name: value for name, value in self._modules.spec.environ().items() if name not in import_checks.PER_WORKER}
         self._waiting.start_in(environ)
         try:
             environ = {**environ, TOKEN_ENV: self._modules.spec.token}

@@ -29,7 +29,7 @@ from elastic_ext.rendezvous.address import own_interface
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.status.trainjob import Poster, Target, Training, TrainJobState, body_of, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
-from elastic_ext.workers.helpers import Reaper
+from elastic_ext.workers.helper_processes import Reaper
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
 from elastic_ext.workers.progress import Progress, WakePipe
 from elastic_ext.workers.standby.pool import StandbyPool

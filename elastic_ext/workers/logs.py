@@ -59,7 +59,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from elastic_ext.base import files, wakeup
-from elastic_ext.workers import helpers, processes, progress, progress_layout, reaper, relay, worker_env
+from elastic_ext.workers import helper_processes, processes, progress, progress_layout, reaper, relay, worker_env
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _start_process(console: int) -> tuple[subprocess.Popen[bytes] | None, socket
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        process = helpers.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
+        process = helper_processes.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
     except OSError as error:
         ours.close()
         theirs.close()
@@ -287,7 +287,7 @@ class RelayClient:
     def _resume(self) -> None:
         """Continue the process if it was stopped: full pipes would soon block the workers."""
         if (pid := self.pid) is not None:
-            helpers.resume(pid, "stderr relay")
+            helper_processes.resume(pid, "stderr relay")
 
     def _await_end(self, timeout_s: float) -> bool:
         """Return whether the process ended within this time; True for a thread."""

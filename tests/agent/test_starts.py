@@ -22,7 +22,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.rendezvous import address
 from elastic_ext.rendezvous.address import HostName
 from elastic_ext.workers import limits
-from elastic_ext.workers.helpers import REAPER_END_S
+from elastic_ext.workers.helper_processes import REAPER_END_S
 from elastic_ext.workers.logs import WorkerLogs
 from tests import refusing
 from tests.jobs import AGENT, ROOT, SCRIPTS, Gate, Job, children, command_of, run, wait_gone
@@ -328,7 +328,7 @@ def test_a_host_without_a_loopback(tmp_path):
 
 REAPER = """
 import os, resource, signal, subprocess, sys
-from elastic_ext.workers.helpers import Reaper
+from elastic_ext.workers.helper_processes import Reaper
 _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 few = len(os.listdir("/proc/self/fd")) - 1
 resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.workers import reaper as reaper_program
-from elastic_ext.workers.helpers import Reaper
+from elastic_ext.workers.helper_processes import Reaper
 from elastic_ext.workers.reaper import kill_marked
 from tests.jobs import ROOT, wait_gone
 from tests.until import LIMIT_S, until
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.seam
 
 AGENT = """
 import os, signal, subprocess, sys
-from elastic_ext.workers.helpers import Reaper
+from elastic_ext.workers.helper_processes import Reaper
 python = sys.executable
 sys.executable = os.environ.get("TEST_REAPER_PYTHON", python)
 client = Reaper(sys.argv[1], sys.argv[2])
@@ -132,7 +132,7 @@ reaper.main(int(sys.argv[5]), *sys.argv[6:])
 # By an agent: its child has the token once the reaper has searched.
 FORKS = """
 import os, subprocess, sys
-from elastic_ext.workers.helpers import Reaper
+from elastic_ext.workers.helper_processes import Reaper
 token, run_dir, told, go = sys.argv[1:]
 python, pause = sys.executable, "import signal; signal.pause()"
 sys.executable = f"{told}.py"

@@ -20,7 +20,7 @@ from typing import Any
 
 from elastic_ext.base.printable import Block
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.workers import helpers, limits, reaper
+from elastic_ext.workers import helper_processes, limits, reaper
 from elastic_ext.workers.standby import import_checks, modules, rules
 from elastic_ext.workers.standby.client import ServerProcess, Standby, WarmPopen
 from elastic_ext.workers.standby.server import TOKEN_ENV
@@ -164,7 +164,7 @@ class PoolThread:
             self._refill()
             refill_s = None
         if self._server is not None:
-            helpers.resume(self._server.pid, "standby server")
+            helper_processes.resume(self._server.pid, "standby server")
             if (reason := rules.memory_shortage(limits.memory_left(), 0, server_runs=True)) is not None:
                 self._give_up(reason, rules.ColdReason.MEMORY)  # the training needs it more
         coming = self._server is not None and self._server.importing and len(self._waiting) < self._modules.spec.workers

@@ -310,7 +310,7 @@ def _device_figures(node: str, name: str, share: float, shared: bool = False) ->
 # there is no room for a process's context (another error class of torch); the second is cuBLAS's; the third concerns the
 # processor's memory; the last is CUDA's for a device that allows one process only.
 _TAKEN = ("out of memory", "ALLOC_FAILED", "can't allocate memory", "busy or unavailable")
-# A full disk is no fault of the node: saves go to checkpoint_dir then. A directory that is missing, or that may not be written
+# A full disk is not the node's fault: saves go to checkpoint_dir then. A directory that is missing, or that may not be written
 # to, is so on all nodes. EROFS is not here: the kernel mounts a disk that fails read-only.
 _BLAMED = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), OTHERS),

@@ -563,6 +563,33 @@ def test_a_step_does_not_fail_where_the_recorder_cannot_be_read(tmp_path: Path, 
     assert worker.row()[progress_layout.STEPS] == 1
 
 
+READS_AS_IT_ENDS = """
+import atexit, threading, time, torch
+weight = torch.nn.Parameter(torch.ones(1))
+weight.grad = torch.ones(1)
+torch.optim.SGD([weight], lr=0.1).step()
+begun, ending = threading.Event(), threading.Event()
+def read():
+    begun.set()
+    ending.wait()
+    time.sleep(0.2)  # like C++ code that takes the GIL again as it returns
+    print("read", flush=True)
+    return {}
+watch = next(each for each in threading.enumerate() if each.name == "elastic_ext flight recorder")
+watch.run.__globals__["read"] = read
+watch._publish.__globals__["RECORDER_END_S"] = 600.0
+watch.wake.set()
+begun.wait()
+atexit.register(ending.set)
+"""
+
+
+@pytest.mark.full
+def test_the_recorder_is_not_read_while_the_interpreter_ends(tmp_path: Path, worker: Worker) -> None:
+    """Torch's C++ code, which it would return from, aborts the process then: a worker that had done all its work failed."""
+    assert run_text(tmp_path, READS_AS_IT_ENDS, worker.environ) == (0, "read\n", "")
+
+
 COMPILED_STEPS = """
 import torch
 layer = torch.nn.Linear(2, 2)

@@ -49,6 +49,7 @@ _PY_FILE_INPUT = 257  # Py_file_input
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
 # torch.distributed.checkpoint.state_dict steps a new optimizer once to allocate its state. That is not a training step.
 _STATE_INITIALIZER = "_init_optim_state"
+RECORDER_END_S = 2.0  # a look at its records takes 30 ms at most; one that takes longer is stuck, and this worker must end
 
 
 def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
@@ -106,8 +107,8 @@ def worker_message() -> "WorkerMessage":
 def exit_handlers_are_done() -> None:
     """Report that the exit handlers are done. Register this first with atexit, so that it runs last.
 
-    If a copy in memory was given up, end here: its thread waits for other ranks in torch's C++ code, and if they end, too, and it
-    returns while the interpreter ends, it aborts the process.
+    A thread that returns from torch's C++ code while the interpreter ends aborts the process. So wait for the one that reads the
+    flight recorder; and if a copy in memory was given up, end here: its thread waits there for other ranks, which may end, too.
     """
     _reports.exit_handlers_done()
     threads = sys.modules["threading"].enumerate() if "threading" in sys.modules else ()
@@ -217,6 +218,8 @@ class _Reports:
         if self._row is not None and self._pid == os.getpid() and self._row[layout.ENDS_WITH]:
             self._row[layout.EXIT_HANDLERS_DONE] = 1
             worker_env.wake(self._wake_path)
+        if self._recorder is not None and self._pid == os.getpid() and self._recorder.is_alive():
+            self._recorder.join(RECORDER_END_S)
 
     def modules(self) -> None:
         """Write, once, which modules were imported so far, in order, and which variables the script has set. Wake the agent."""

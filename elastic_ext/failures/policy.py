@@ -367,9 +367,12 @@ _OF_LOST_NODES = frozenset({NETWORK, CASCADE})  # kinds of what it does to worke
 
 
 def _lost_again(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:
-    """Leave with "try again" after many losses of nodes: a script may bring its hosts down, and each restart is free."""
+    """Leave with "try again" after many losses of nodes: a script may bring its hosts down, and each restart is free.
+
+    Where steps may just not be counted, any number is possible: a long job loses many nodes.
+    """
     free = [earlier for earlier in past if earlier.kind in _OF_LOST_NODES and not earlier.charged]
-    lost = sum(earlier.progress is False for earlier in free) + 1
+    lost = sum(earlier.surely_none_since for earlier in free) + 1
     if lost < MAX_FAILURES_IN_A_ROW:
         return outcome
     reason = f"{outcome.reason}; it is loss {lost} of a node without progress: does the script bring its hosts down?"

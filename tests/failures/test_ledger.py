@@ -523,15 +523,17 @@ def test_a_nan_of_one_rank_shows_whether_it_follows_the_node(second, ends):
 
 
 def test_a_job_whose_nodes_are_lost_again_and_again_without_progress_leaves_with_75():
-    """Its script may bring them down: each such restart is free of charge."""
+    """Its script may bring them down: each such restart is free of charge. Steps of some scripts are not counted."""
     lost = dataclasses.replace(RULES, lost=(LOST,))
-    stuck, trains = Ledger(), Ledger()
+    stuck, trains, uncounted = Ledger(), Ledger(), Ledger()
     for number in range(1, 9):
         ledger, verdict = judge({"a": report("ha", **PEER, step=7, resumed_at=0)}, stuck, lost, number)
         stuck = decode_ledger(encode_ledger(ledger))
         trains, goes_on = judge({"a": report("ha", **PEER, step=7, resumed_at=100 * number)}, trains, lost, number)
+        uncounted, unknown = judge({"a": report("ha", **PEER, step=0, first_step_done=False)}, uncounted, lost, number)
         assert verdict.ends_job == (number == 8)
-        assert (goes_on.decision.response, goes_on.decision.charged) == (Response.RESTART_FREE, False)
+        for each in (goes_on, unknown):
+            assert (each.decision.response, each.decision.charged) == (Response.RESTART_FREE, False)
     assert (verdict.decision.response, verdict.decision.exit_code) == (Response.REQUEUE, 75)
     assert "loss 8 of a node without progress" in verdict.decision.reason
 

@@ -1,7 +1,7 @@
 """The metrics of training scripts on their way to the agent: one file of memory per process, which only that process writes.
 
 Message, version 1. The agent names a prefix in the worker's message (`metrics`, see `workers.worker_env`): the path of a
-directory of its own, and ROUND.LOCAL_RANK.RANK. A process adds .PID.START.RANDOM (START: `reaper.start_time`), so that no two
+directory of its own, and ROUND.LOCAL_RANK.RANK. A process adds .PID.START.RANDOM (START: `running_since`), so that no two
 processes ever share a file, even if a pid is used again. The file is a row of chunks, CHUNK bytes each and all allocated:
 
     8 bytes   MAGIC, with the version
@@ -145,3 +145,16 @@ def records(data: bytes) -> Iterator[tuple[bytes, tuple[float, ...]]]:
                 break
             yield data[key_at : key_at + size], struct.unpack_from(f"={count}d", data, values_at)
             at = key_at + -(-size // 8) * 8
+
+
+def running_since(pid: int | str) -> str | None:
+    """Return when a process started, in the kernel's ticks since boot; None if it has ended. pid: may be "self".
+
+    In bytes, as `reaper.start_time` is not: a text file may need a lock that another thread held as this process was forked.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stat:
+            fields = stat.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[19].decode() if fields[0] not in (b"Z", b"X") else None

@@ -24,7 +24,6 @@ from prometheus_client.registry import Collector
 
 from elastic_ext.base import metric_files as layout
 from elastic_ext.telemetry.families import cumulative
-from elastic_ext.workers import reaper
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class _Process:
 
     @property
     def runs(self) -> bool:
-        return reaper.start_time(self.pid) == self.since
+        return layout.running_since(self.pid) == self.since
 
 
 class ScriptMetrics(Collector):

@@ -35,7 +35,7 @@ from typing import TypeVar
 
 from elastic_ext.base import metric_files as layout
 from elastic_ext.base.errors import UsageError
-from elastic_ext.workers import reaper, worker_env
+from elastic_ext.workers import worker_env
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class _File:
 
     def __init__(self, prefix: str) -> None:
         pid = os.getpid()
-        self._path = f"{prefix}.{pid}.{reaper.start_time(pid)}.{os.urandom(6).hex()}"
+        self._path = f"{prefix}.{pid}.{layout.running_since(pid)}.{os.urandom(6).hex()}"
         self._chunks = 0
         self._add_chunk()
 

@@ -25,7 +25,7 @@ from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, With
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import TRAITS, Precedent, Traits
 from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Hashed, Reach
-from elastic_ext.failures.policy import ACTIONS, EX_TRY_AGAIN, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
+from elastic_ext.failures.policy import ACTIONS, EX_TRY_AGAIN, LEAST_STEPS, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def precedents(
     """Compare the earlier failures, oldest first, with this one, for `policy.decide`.
 
     The same failure after copies in memory were refused is not yet a bug: the cause may be older than the checkpoint that was
-    tried then. So progress is unknown, and the checkpoint before that one is tried, too.
+    tried then. So progress is unknown, and the checkpoint before that one is tried, too. At the very same step again, LEAST_STEPS
+    or more after that checkpoint, it is a bug.
 
     charged: restarts that still count against the budget. If any does, the last failure is no older than it: no clock is needed.
     ranks: those of the node of this failure; (): unknown.
@@ -99,7 +100,9 @@ def precedents(
 
 def _progress_since(past: PastFailure, later: Sequence[PastFailure]) -> bool | None:
     values = {progress(past, each) for each in later}
-    unknown = None in values or past.gone_back_to is not None
+    now = later[-1]
+    exactly = past.step is not None and past.step == now.step and (now.steps or 0) >= LEAST_STEPS
+    unknown = None in values or (past.gone_back_to is not None and not exactly)
     return True if True in values else None if unknown else False
 
 

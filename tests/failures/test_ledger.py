@@ -276,22 +276,24 @@ def nan(copied_at=None, saved_at=None, resumed_at=0, step=61, message="loss is n
 
 
 def test_a_number_out_of_range_goes_back_one_tier_at_a_time():
-    """Copies of each step, a checkpoint at 20 and 40: both are tried before the job stops."""
+    """Copies of each step, a checkpoint at 20 and 55: both are tried before the job stops."""
     ledger, rules = Ledger(), Circumstances(20, nodes=1)
-    ledger, first = judge(nan(copied_at=60, saved_at=40), ledger, rules, 1)
+    ledger, first = judge(nan(copied_at=60, saved_at=55), ledger, rules, 1)
     assert (first.refuse_copies, first.decision.checkpoints_back, first.decision.action) == (True, 0, Action.RESTART)
-    assert (
-        "the copies in memory (up to step 60) are refused, and the newest checkpoint (step 40) is tried" in first.decision.reason
-    )
+    assert "copies in memory (up to step 60) are refused, and the newest checkpoint (step 55) is tried" in first.decision.reason
     assert decode_verdict(encode_verdict(first)) == first
-    ledger, second = judge(nan(copied_at=60, saved_at=40, resumed_at=40, step=21), decode_ledger(encode_ledger(ledger)), rules, 2)
+    ledger, second = judge(nan(copied_at=60, saved_at=55, resumed_at=55, step=6), decode_ledger(encode_ledger(ledger)), rules, 2)
     assert (second.refuse_copies, second.decision.checkpoints_back, second.decision.action) == (True, 1, Action.RESTART)
-    assert (
-        "the newest checkpoint (step 40) was tried before, so the one before it is tried, if there is one"
-        in second.decision.reason
-    )
+    assert "the newest checkpoint (step 55) was tried before, so the one before it is tried" in second.decision.reason
     _, third = judge(nan(copied_at=60, saved_at=20, resumed_at=20, step=41), ledger, rules, 3)
     assert (third.decision.rule, third.decision.exit_code, third.refuse_copies) == ("repeated", 65, False)
+
+
+@pytest.mark.parametrize(("step", "rule"), [(21, "repeated"), (20, "numeric"), (22, "numeric")])
+def test_a_number_out_of_range_at_the_very_same_step_again_is_a_bug(step, rule):
+    ledger, _ = judge(nan(copied_at=60, saved_at=40), Ledger(), Circumstances(20, nodes=1), 1)
+    _, second = judge(nan(copied_at=60, saved_at=40, resumed_at=40, step=step), ledger, Circumstances(20, nodes=1), 2)
+    assert (second.decision.rule, second.decision.exit_code) == (rule, 65 if rule == "repeated" else None)
 
 
 @pytest.mark.parametrize(

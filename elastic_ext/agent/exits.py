@@ -151,8 +151,8 @@ def end(code: int) -> NoReturn:
 
 
 def _may_end_at_once() -> bool:
-    threads = [thread for thread in threading.enumerate() if thread is not threading.current_thread()]
-    return is_launcher() and sys.gettrace() is None and all(thread.daemon for thread in threads)
+    others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
+    return is_launcher() and sys.gettrace() is None and all(thread.daemon for thread in others)
 
 
 def is_launcher() -> bool:

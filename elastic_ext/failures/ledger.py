@@ -12,10 +12,9 @@ Wire format: one JSON object per record with `"schema": SCHEMA`; the other keys 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 from elastic_ext.base import records
 from elastic_ext.base.diagnosis import Collective, Response
@@ -255,7 +254,7 @@ def encode_report(report: Report) -> str:
         exception = replace(exception, message=message, frames=frames, causes=(), wrapped=())
         evidence = replace(evidence, exception=exception)
     diagnosis = replace(diagnosis, evidence=evidence, reason=cut(diagnosis.reason, MAX_TEXT))
-    return _json(records.plain(replace(report, diagnosis=diagnosis, stacks=report.stacks[:MAX_STACKS])))
+    return records.encode(replace(report, diagnosis=diagnosis, stacks=report.stacks[:MAX_STACKS]), SCHEMA)
 
 
 def decode_report(text: str | bytes, order: int = 0) -> Report:
@@ -266,7 +265,7 @@ def decode_report(text: str | bytes, order: int = 0) -> Report:
 
 def encode_verdict(verdict: JobVerdict) -> str:
     """Return a verdict as JSON, its reason cut to MAX_TEXT."""
-    return _json(records.plain(_truncated(verdict)))
+    return records.encode(_truncated(verdict), SCHEMA)
 
 
 def decode_verdict(text: str | bytes) -> JobVerdict:
@@ -276,7 +275,7 @@ def decode_verdict(text: str | bytes) -> JobVerdict:
 
 def encode_ledger(ledger: Ledger) -> str:
     """Return a ledger as JSON."""
-    return _json(records.plain(replace(ledger, verdicts=tuple(map(_truncated, ledger.verdicts)))))
+    return records.encode(replace(ledger, verdicts=tuple(map(_truncated, ledger.verdicts))), SCHEMA)
 
 
 def decode_ledger(text: str | bytes) -> Ledger:
@@ -284,10 +283,6 @@ def decode_ledger(text: str | bytes) -> Ledger:
     ledger = records.read(Ledger, text, "the job's ledger", SCHEMA)
     verdicts = tuple(map(_validated, ledger.verdicts[-MAX_VERDICTS:]))
     return replace(ledger, failures=ledger.failures[-MAX_FAILURES:], verdicts=verdicts)
-
-
-def _json(record: dict[str, Any]) -> str:
-    return json.dumps({"schema": SCHEMA, **record}, separators=(",", ":"))
 
 
 def _truncated(verdict: JobVerdict) -> JobVerdict:

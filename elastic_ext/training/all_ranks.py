@@ -104,7 +104,7 @@ def accumulation(global_batch: int, micro_batch: int, ranks: int | None = None) 
     rank. ranks: how many ranks train on different samples. Default: all, by torch.distributed where it is initialized, else by
     WORLD_SIZE, else 1. With tensor or pipeline parallelism give the size of the data-parallel group.
 
-    Raises UsageError: an argument is no whole number of 1 or more, or WORLD_SIZE is none.
+    Raises UsageError: an argument, or WORLD_SIZE, is not a whole number of 1 or more.
     """
     if ranks is None:
         ranks = _world_size()

@@ -1,6 +1,6 @@
 """Processes of an agent: descriptors that become readable when a child ends, and the workers of one round.
 
-The descriptors are pidfds, or a pipe and a thread if there are none: Linux before 5.4 has no pidfds, some seccomp profiles refuse
+The descriptors are pidfds, or else a pipe and a thread: Linux before 5.4 has no pidfds, some seccomp profiles refuse
 them, and an interpreter may have been built against old headers. Only for children that this process has not reaped, so that no
 other process can have their pids.
 

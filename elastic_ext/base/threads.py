@@ -33,8 +33,11 @@ class StoreCall(threading.Thread):
     """A thread of the agent in torch's C++ code: one that returns from it while the interpreter ends aborts the process."""
 
 
+LONGEST_CALL_S = 25.0  # torch tries twice to connect, each time for up to 10 s (`round_store.CONNECT`), with a pause in between
+
+
 @atexit.register
-def await_calls(timeout_s: float = 3.0) -> None:
+def await_calls(timeout_s: float = LONGEST_CALL_S) -> None:
     """Wait for all calls, also those in the stores of earlier rounds. Runs as the process ends."""
     deadline = time.monotonic() + timeout_s
     for call in threading.enumerate():

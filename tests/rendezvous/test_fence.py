@@ -11,6 +11,7 @@ from elastic_ext.rendezvous import fence
 from elastic_ext.rendezvous.fence import POLL_SHARE, TRAIN_ON_S, Fence, may_train_on, train_on_s
 from elastic_ext.rendezvous.round_store import MAX_SILENT, ROUNDS_SILENT, NodeStates, RoundStore, recently_silent
 from elastic_ext.rendezvous.tasks import returning_s
+from tests.ports import free_port
 from tests.store_server import StoreServer
 from tests.until import until
 
@@ -158,6 +159,15 @@ def test_a_process_that_ends_waits_for_calls_of_all_rounds(frozen_store, store):
     assert call.is_alive()
     server.resume()
     await_calls(LONG_S)
+    assert not call.is_alive()
+
+
+@pytest.mark.full
+def test_a_process_that_ends_waits_while_torch_tries_to_connect_twice():
+    """Its host is gone. A call that returned while the interpreter ends would abort the process."""
+    assert NodeStates(connect_s=4.0).swap(RoundStore("127.0.0.1", free_port(), 1, 2), "1", 0.05) is None
+    (call,) = (each for each in threading.enumerate() if isinstance(each, StoreCall))
+    await_calls()
     assert not call.is_alive()
 
 

@@ -551,6 +551,29 @@ def test_only_the_bad_node_has_its_code_where_the_job_cannot_run_without_it(pres
     assert verdict.for_node("a spare", preset).action is Action.STOP
 
 
+LAUNCH = {"type_": "torch.AcceleratorError", "message": "CUDA error: unspecified launch failure", "step": 5, "resumed_at": 0}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rules", "replaced"),
+    [
+        ("a", {"max_restarts": 0}, ""),  # the budget is spent: nothing says that this node is bad
+        ("abc", {"min_nodes": 3}, ""),  # it was on another node each time
+        ("aaa", {"min_nodes": 3}, "a"),
+        ("aa", {}, "a"),
+    ],
+)
+@pytest.mark.parametrize("preset", ["design", "stock"])
+def test_only_a_node_that_is_to_be_replaced_is_reported_as_bad(hosts, rules, replaced, preset):
+    """By bad_node_command, which may drain its host: a failure that ends the job is no proof."""
+    ledger, unlimited = Ledger(), Circumstances(NO_LIMIT, nodes=3, min_nodes=2, members=3, exit_codes=preset)
+    for number, host in enumerate(hosts):
+        told = {host: report(host, rank=number, **LAUNCH)}
+        ledger, verdict = judge(told, ledger, dataclasses.replace(unlimited, **rules), number)
+    assert (verdict.for_node(hosts[-1], preset).action, verdict.decision.kind) == (Action.STOP, "hardware")
+    assert "".join(node for node in "abc" if verdict.replaces(node)) == replaced
+
+
 def test_a_rank_that_has_failed_elsewhere_costs_no_node():
     """Rank 0 alternates between two nodes, and each time it gets to another step."""
     ledger = Ledger()

@@ -249,7 +249,7 @@ def decide(
     past = tuple(diagnosis.evidence.history if history is None else history)
     of_table = _from_table(diagnosis, past)
     outcome = _apply_history(of_table, diagnosis, past, nodes)
-    blamed = not diagnosis.checkpoints_back and _checkpoint_to_blame(diagnosis, outcome, past)
+    blamed = not diagnosis.checkpoints_back and _checkpoint_to_blame(diagnosis, past)
     if blamed and outcome.rule in _BY_HISTORY:  # the checkpoint comes before the code and the node
         outcome = of_table
     if budget.left:
@@ -588,15 +588,16 @@ def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
 
 
 _OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
-_NOT_OF_A_CHECKPOINT = ILL_STORAGE | ACCESS | {"device-memory-held"}
+_NOT_OF_A_CHECKPOINT = ILL_STORAGE | ACCESS | {"gpu-driver", "collective-misuse", "command", "cache-race"}
 
 
-def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence[Precedent]) -> bool:
+def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     """Return whether the same failure happened twice before the first step, both times after loading the same checkpoint.
 
-    Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another.
+    Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another. Nor
+    where none can be the cause, as of GPU memory: once the script is mended, it would resume from an older one.
     """
-    outside = outcome.kind in _OUTSIDE_THE_WORKER or outcome.kind in (CASCADE, DATA) or diagnosis.rule in _NOT_OF_A_CHECKPOINT
+    outside = diagnosis.kind in {*_OUTSIDE_THE_WORKER, CASCADE, DATA, DEVICE_MEMORY} or diagnosis.rule in _NOT_OF_A_CHECKPOINT
     outside |= diagnosis.evidence.signal in ("SIGKILL", "SIGTERM") or diagnosis.rule in STARTED_BEFORE
     if outside or not diagnosis.evidence.before_first_step or diagnosis.evidence.cut:
         return False

@@ -407,6 +407,11 @@ BEFORE_ITS_FIRST_STEP = [
     (of("OSError", "[Errno 5] Input/output error", first_step_done=False), 0),
     (of("OSError", "[Errno 28] No space left on device", first_step_done=False), 0),
     (of("botocore.exceptions.ClientError", "SlowDown", first_step_done=False), 0),
+    (of("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", first_step_done=False), 0),
+    (of("RuntimeError", "The NVIDIA driver on your system is too old", first_step_done=False), 0),
+    (of("RuntimeError", "Detected mismatch between collectives on ranks", first_step_done=False), 0),
+    (of("PIL.UnidentifiedImageError", "cannot identify image file 'a.jpg'", first_step_done=False), 0),
+    (of("ValueError", "--gpus=8, but your machine only has 7", first_step_done=False), 0),
     (of(exit_code=75, first_step_done=False), 0),
     (of(signal="SIGKILL", xids=(79,), first_step_done=False), 0),
     (of("torch.distributed.DistBackendError", "remote process exited or there was a network error", first_step_done=False), 0),
@@ -417,7 +422,8 @@ BEFORE_ITS_FIRST_STEP = [
 def test_a_checkpoint_is_blamed_only_for_what_it_can_have_caused(diagnosis, back):
     """Else an outage of the storage, or two lost nodes while the workers load, quarantine one good checkpoint after another."""
     loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
-    assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
+    for nodes in (Nodes(2, 2), Nodes(1, 1)):
+        assert decide(diagnosis, history=loaded, nodes=nodes).checkpoints_back == back
     for other in (replace(loaded[0], same_fingerprint=False), replace(loaded[0], first_step_done=True)):
         assert decide(diagnosis, history=(other,), nodes=Nodes(2, 2)).checkpoints_back == 0
 

@@ -408,11 +408,12 @@ def _indented(lines: list[str]) -> list[str]:
     return found
 
 
-MAX_SHAPE = 300  # characters of a message that count in a fingerprint
+MAX_SHAPE = 300  # characters of the shape of a message that count in a fingerprint
 
-# Of a message, what varies from one try to the next: quoted text, and words that hold a digit or a path: counts, ids, addresses.
+# Of a message, what varies from one try to the next: quoted text, and words that hold a digit or a path: counts, ids, addresses;
+# and units of memory: GPU memory that runs out again does so by MiB or by GiB.
 _QUOTED = re.compile(r"(?<!\w)(?:'[^']{0,300}'|\"[^\"]{0,300}\"|`[^`]{0,300}`)(?!\w)")
-_VARIES = re.compile(r"[\d/]")
+_VARIES = re.compile(r"[\d/]|\A(?:[KMGT]i?B|bytes)\b")
 
 # Parts of the paths of library files. Frames from an error file have no directory: see _LIBRARY_CALLS.
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python", "/torch/", "<frozen ")
@@ -461,6 +462,6 @@ def _is_library(frame: str) -> bool:
 
 
 def normalised(message: str) -> str:
-    """Return the shape of a message: its first line, with placeholders for what varies."""
-    line = _QUOTED.sub("<quoted>", message.strip().partition("\n")[0][:MAX_SHAPE])
-    return " ".join("<varies>" if _VARIES.search(word) else word for word in line.split())
+    """Return the shape of a message: its first line, with placeholders for what varies, in length, too: so it is cut after that."""
+    line = _QUOTED.sub("<quoted>", message.strip().partition("\n")[0][: 4 * MAX_SHAPE])
+    return " ".join("<varies>" if _VARIES.search(word) else word for word in line.split())[:MAX_SHAPE]

@@ -638,6 +638,13 @@ def test_the_fingerprint_holds_what_stays_and_not_what_varies():
 
     assert of("at 0x7f3a: 3 of 17 in /tmp/a_1") == of("at 0x11ff: 4 of 18 in /tmp/b_2")
     assert of("this") != of("that")
+    oom = (
+        "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 79.11 GiB of which {} is free. Including "
+        "non-PyTorch memory, this process has 79.09 GiB memory in use. Of the allocated memory 77.00 GiB is allocated by "
+        "PyTorch, and {} is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
+    )
+    once, again = (oom.format(*sizes) for sizes in (("1.20 GiB", "12.00 MiB", "2.0 GiB"), ("20.00 MiB", "1.0 KiB", "9 bytes")))
+    assert of(once) == of(again) != of(oom)
     gated = "401 Client Error. (Request ID: Root={};65732a89-ffad-4eff-acfb-2e69edcf215c) of {}"
     assert of(gated.format("1-68ef62a0-63f3c4056cb46c2169cf2218", "x")) == of(
         gated.format("1-deadbeef-0000c4056cb46c2169cf2218", "x")

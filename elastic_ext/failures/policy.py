@@ -34,6 +34,7 @@ from elastic_ext.failures.rules import (
     ELSEWHERE,
     HANG_RULE,
     HARDWARE_EVIDENCE,
+    HARDWARE_EXIT,
     ILL_STORAGE,
     ILLEGAL_ACCESS,
     INTERFACE,
@@ -330,12 +331,15 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         outcome = _without_majority(outcome, diagnosis, past)
     if outcome.response is Response.RESTART_FREE and diagnosis.kind in _OF_LOST_NODES:
         outcome = _lost_again(outcome, past)
+    same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
         outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
+    if outcome.rule == HARDWARE_EXIT and sum(each.node != diagnosis.evidence.node for each in same) >= MAX_SAME_FAILURES - 1:
+        reason = f"{outcome.reason}; but it was on other nodes before, too: perhaps the script means something else by it"
+        return _Outcome(Response.STOP, outcome.kind, reason, CEILING, EX_FAILED)
     if outcome.response not in _CHARGED:
         return outcome
-    same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     surely_stuck = sum(earlier.progress is False for earlier in same)
     unknown_at_start = diagnosis.evidence.before_first_step and diagnosis.rule == NO_EVIDENCE
     confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)

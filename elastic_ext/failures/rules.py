@@ -165,6 +165,7 @@ ILL_STORAGE = frozenset(
 OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT})
 # Rank 0 alone may read it, and ranks do not move while an older one is tried: no node is to blame.
 DAMAGED = frozenset({"checkpoint-broken", "checkpoint-checksum"})
+HARDWARE_EXIT = "hardware-exit"  # a script may mean something else by the exit code
 MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
@@ -440,7 +441,7 @@ TIER_2 = (
                 ("nvlink: fatal", "error"),
                 "cuda_error_ecc_uncorrectable",
                 "error code is 507035")),
-    _hardware("hardware-exit", HARDWARE, REPLACE_NODE,
+    _hardware(HARDWARE_EXIT, HARDWARE, REPLACE_NODE,
          "this exit code means a broken InfoROM or driver, or leftovers of an earlier process", "D",
          exit_codes=frozenset({14, 201, 202})),
     _hardware("node-check", HARDWARE, REPLACE_NODE, "this node's health check failed before the start",

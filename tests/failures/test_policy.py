@@ -85,6 +85,20 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of("KeyError", first_step_done=False), (TRAINED, SAME_HERE), (5, 5), "stop", "code", "repeated", 65),
         (of("NameError"), (TRAINED,), None, "stop", "code", "code-always", 65),
         (of(exit_code=127), (TRAINED,), None, "stop", "code", "usage-exit", 65),
+        # a script's own exit code, on all nodes: two of them, and no more, leave for it
+        (of(exit_code=14), (SAME_THERE,), (7, 4), "replace_node", "hardware", "hardware-exit", 69),
+        (of(exit_code=14), (SAME_THERE, Precedent(True, False, "n3")), (6, 4), "stop", "hardware", "ceiling", 1),
+        (of(exit_code=14), (Precedent(True, False, None),) * 2, (6, 4), "stop", "hardware", "ceiling", 1),
+        (
+            of(exit_code=14),
+            (Precedent(True, True, "n2"), Precedent(True, True, "n3")),
+            (6, 4),
+            "replace_node",
+            "hardware",
+            "hardware-exit",
+            69,
+        ),
+        (of(xids=(79,)), (SAME_THERE, Precedent(True, False, "n3")), (6, 4), "replace_node", "hardware", "xid-replace", 69),
         # 2. the ceiling
         (NETWORK, (SAME_THERE,), None, "restart", "network", "network", None),
         (NETWORK, (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 75),

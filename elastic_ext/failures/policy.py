@@ -329,7 +329,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         outcome = _cut_again(outcome, diagnosis, past, nodes)
     if len(diagnosis.evidence.differs) > 1:
         outcome = _without_majority(outcome, diagnosis, past)
-    if outcome.response is Response.RESTART_FREE and diagnosis.kind in _OF_LOST_NODES:
+    if outcome.response is Response.RESTART_FREE and diagnosis.kind in _OF_LOST_NODES and diagnosis.tier != USER_RULES:
         outcome = _lost_again(outcome, past)
     same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:

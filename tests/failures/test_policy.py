@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
 from elastic_ext.failures.ledger import PastFailure, past_failure, precedents, progress
@@ -22,6 +23,7 @@ from elastic_ext.failures.policy import (
     of_a_node,
 )
 from elastic_ext.failures.rules import ELSEWHERE
+from elastic_ext.failures.user_rules import UserRule
 
 
 def of(type_=None, message="", **more):
@@ -46,6 +48,8 @@ PEERS, PEERS_LATER = (
 )
 STALE, STALE_LATER = (of("OSError", "[Errno 116] Stale file handle", first_step_done=done) for done in (False, True))
 DAMAGED = of("RuntimeError", "PytorchStreamReader failed reading zip archive", first_step_done=False)
+BY_USER = [UserRule("license server", "network", Response.RESTART_FREE, exit_code=9)]
+LICENSE = classify(Evidence(0, exit_code=9, first_step_done=True, node="n1"), BY_USER)
 OTHER, TRAINED = Precedent(False, False, "n2"), Precedent(False, False, "n2", first_step_done=True)
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
 
@@ -128,6 +132,16 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of(exit_code=75), (Precedent(True, None, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
         (of(exit_code=75), (Precedent(False, False, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
         (of(agent_signal="SIGTERM"), (SAME_THERE,) * 9, None, "requeue", "preemption", "agent-terminated", 75),
+        # as the user's own rule says, and no lost node
+        (
+            LICENSE,
+            (replace(SAME_HERE, kind="network", charged=False),) * 9,
+            None,
+            "restart_free",
+            "network",
+            "license server",
+            None,
+        ),
         # 3. one node
         (SEGV, (SAME_HERE,), None, "replace_node", "crash", "same-node", 69),
         (SEGV, (SAME_HERE,), (3, 2), "replace_node", "crash", "same-node", 69),

@@ -630,6 +630,7 @@ TIER_3 = (
                 "heartbeat monitor timed out", "watchdog got stuck for",
                 "dump signal due to a collective timeout", "transport retry count exceeded", "hccl function error",
                 "application timeout caused pair closure",  # of gloo, in each operation after one that has timed out
+                "connectfullmesh failed", ("deepep error", "timeout"),
                 ("ei0002", "notify register"), ("ei0006", "getting socket times out"),  # HCCL: a peer did not answer in time
                 "nccl communicator was aborted")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",

@@ -206,11 +206,11 @@ COUNTS_AS = {
 # Errors that any call may raise on a network file system in trouble.
 _FILE_SYSTEM_ILL: tuple[Text, ...] = (
     "stale file handle", "input/output error", "transport endpoint is not connected", "transport endpoint shutdown",
-    "read-only file system", "disk i/o error",
+    "read-only file system", "disk i/o error", "communication error on send", "structure needs cleaning",
 )  # fmt: skip
 _FILE_SYSTEM_ERRNOS = frozenset(
     {errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EROFS, errno.EBUSY, errno.ENOLCK,
-     errno.EHOSTDOWN, errno.ENOTEMPTY}
+     errno.EHOSTDOWN, errno.ENOTEMPTY, errno.ECOMM, errno.EPROTO, errno.EUCLEAN}
 )  # fmt: skip
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
@@ -219,7 +219,7 @@ _STORAGE_PACKAGES = (
 _STORAGE_NAMES = tuple(package.strip(".") for package in _STORAGE_PACKAGES)
 _HTTP_WORDS = (
     "http {}", "status code {}", "status code: {}", "http error {}", "{} server error", "{} client error", "error '{}",
-    "error {}:", "{}, message=", "{} forbidden",
+    "error {}:", "{}, message=", "{} forbidden", "error code {} !=", "error code: {} -",
 )  # fmt: skip
 _BUSY_SERVER: tuple[Text, ...] = (
     "(slowdown)", ("please", "slow down"), ("reduce", "request rate"), "rate limit", "ratelimitexceeded", "too many requests",

@@ -127,7 +127,9 @@ ROWS = [
     ("disk-full", "storage", "confirm", raised("OSError", "[Errno 28] No space left on device: '/ckpt'"),
      raised("OSError", "[Errno 122] Disk quota exceeded")),
     ("file-system-ill", "storage", "restart", *(raised("OSError", text) for text in (
-        "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected"))),
+        "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected",
+        "[Errno 70] Communication error on send", "[Errno 71] Protocol error", "[Errno 117] Structure needs cleaning")),
+     raised("RuntimeError", "cannot write /beegfs/a: Communication error on send")),
     ("storage-client", "storage", "restart", *(raised(name, "m") for name in (
         "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError",
         "s3torchconnectorclient._mountpoint_s3_client.S3Exception"))),
@@ -139,6 +141,8 @@ ROWS = [
         ))),
     ("storage-busy", "storage", "restart", raised("requests.exceptions.HTTPError", "429 Client Error: Too Many Requests"),
      *(raised("HTTPError", f"HTTP {code}") for code in (429, 500, 502, 503, 504)), raised("E", "Please reduce (SlowDown)"),
+     raised("mlflow.exceptions.MlflowException", "API request to endpoint /api/2.0/x failed with error code 503 != 200."),
+     raised("openai.InternalServerError", "Error code: 502 - {'error': {'message': 'Bad gateway'}}"),
      wrote("HTTP 404\nHTTP 503")),
     ("storage-reset", "storage", "restart", Evidence(0, 1, exception=RaisedException(
         "ConnectionResetError", "[Errno 104] Connection reset by peer",

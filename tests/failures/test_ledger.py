@@ -101,6 +101,14 @@ def test_across_nodes_the_first_that_the_job_learnt_of_is_the_cause():
     assert judge(told, Ledger(), RULES, 1)[1].node == "b"
 
 
+def test_what_the_driver_says_counts_before_what_came_first():
+    """Kernels of other nodes trap as a GPU is gone, and their agents have nothing to ask before they report."""
+    told = {"a": report("ha", **LAUNCH), "b": report("hb", signal="SIGABRT", step=5, xids=(79,), order=2)}
+    assert again(told, 1)[1][0].node == "b"
+    told["a"] = report("ha", "NameError", "x")
+    assert again(told, 1)[1][0].decision.exit_code == 65
+
+
 def test_what_died_of_a_lost_node_costs_nothing_and_without_one_it_is_charged():
     told = {"a": report("ha", **PEER), "b": report("hb", **PEER)}
     _, charged = judge(told, Ledger(), RULES, 1)

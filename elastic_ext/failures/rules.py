@@ -600,6 +600,7 @@ TIER_3 = (
                 "no cuda gpus are available", "no hip gpus are available", "found no nvidia driver", "system not yet initialized",
                 "error 804", "mps client failed", "nvml/rm version mismatch", "failed to initialize nvml",
                 "cuda error: unknown error", "cuda unknown error",
+                *(("unexpected error from cudagetdevicecount", f"error {code}:") for code in (3, 101, 304, 999)),
                 "exclusive-thread device already in use"), survivable=True),
     _program("gpu-driver", CODE, CONFIRM, "the GPU's driver does not fit this build of torch or CUDA",
          texts=("driver on your system is too old", "driver version is insufficient", "error 803"), survivable=True),

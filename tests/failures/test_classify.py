@@ -171,7 +171,9 @@ ROWS = [
     ("rerun-differs", "hardware", "replace_node", ended(17, stderr_tail="Rank 3, node n2: Possible persistent error!!")),
     ("rerun-unsteady", "hardware", "restart", ended(17, stderr_tail="NaN in x\nRank 3, node n2: Possible transient error!!")),
     ("gpu-not-ready", "hardware", "restart",
-     raised("torch.AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable")),
+     raised("torch.AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+     raised("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+            "NumCudaDevices() that might have already set an error? Error 304: OS call failed", first_step_done=False)),
     ("gpu-driver", "code", "confirm", raised("RuntimeError", "The NVIDIA driver on your system is too old (found version 11040)"),
      raised("RuntimeError", "Error 803: system has unsupported display driver", first_step_done=False),
      raised("torch.AcceleratorError", "CUDA error: CUDA driver version is insufficient for CUDA runtime version")),

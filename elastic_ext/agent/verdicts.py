@@ -383,7 +383,7 @@ class Verdicts:
         self._handler.closing = for_others(verdict, self._settings.exit_codes)
         exits.job.verdict_code = code
         exits.publish(json.loads(encode_verdict(replace(verdict, decision=decision))), self._settings.verdict_file)
-        if verdict.node == self._handler.node_id and decision.kind == diagnosis.HARDWARE:
+        if verdict.replaces(self._handler.node_id) and decision.kind == diagnosis.HARDWARE:
             launch.report_bad_node(self._settings, self._handler.host, decision.reason)
         return code
 

@@ -294,7 +294,7 @@ class Settings:
         "delay. Before the first step, a failure that may be an outage is tried again after 30, then after 90 times this delay")
     backoff_max: float = _setting(60.0, SECONDS, "the longest delay to which backoff may double")
     bad_node_command: str | None = _setting(None, TEXT,
-        "shell command that the agent runs, for 10 s at most, as its node leaves for a failure of kind hardware; "
+        "shell command that the agent runs, for 10 s at most, as its node leaves to be replaced for a failure of kind hardware; "
         "$ELASTIC_EXT_NODE and $ELASTIC_EXT_REASON say which node leaves, and why")
     bootstrap: bool = _setting(True, BOOLEAN, "run Python workers through the bootstrap (error files, progress, stacks)")
     budget_window: int | None = _setting(None, WHOLE_SECONDS,

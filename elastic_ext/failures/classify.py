@@ -254,8 +254,9 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
 
     A cascade never outvotes a real cause, and what the agent stopped explains least: another failure made it do so. A request to
     stop comes first, then evidence of a bug that would recur on every try; then, of workers that have left together, the one
-    that says why; then, of the workers that hung, the one that is behind; then the earliest failure: by `order` across nodes, by
-    time within one node, because the clocks of two nodes cannot be compared.
+    that says why; then a node that must be replaced, since its agent asks its driver before it reports; then, of the workers that
+    hung, the one that is behind; then the earliest failure: by `order` across nodes, by time within one node, because the clocks
+    of two nodes cannot be compared.
     """
     cause = min(diagnoses, key=_precedence)
     if cause.response is not Response.FOLLOW:
@@ -273,8 +274,8 @@ def _precedence(diagnosis: Diagnosis) -> tuple[bool | int | tuple[int, ...], ...
     stopped = cascade and diagnosis.evidence.stopped_by_agent
     requested = diagnosis.kind == USER_STOP or (diagnosis.tier == STOP_REQUESTED and diagnosis.kind == PREEMPTION)
     evidence = diagnosis.evidence
-    deterministic, silent = diagnosis.deterministic, diagnosis.lacks_reason
-    return cascade, stopped, not requested, not deterministic, silent, evidence.hang_blame, diagnosis.order, evidence.ended_ns
+    later = not requested, not diagnosis.deterministic, diagnosis.lacks_reason, diagnosis.response is not Response.REPLACE_NODE
+    return cascade, stopped, *later, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
 
 def describe(evidence: Evidence) -> str:
@@ -408,11 +409,12 @@ def _indented(lines: list[str]) -> list[str]:
     return found
 
 
-MAX_SHAPE = 300  # characters of a message that count in a fingerprint
+MAX_SHAPE = 300  # characters of the shape of a message that count in a fingerprint
 
-# Of a message, what varies from one try to the next: quoted text, and words that hold a digit or a path: counts, ids, addresses.
+# Of a message, what varies from one try to the next: quoted text, and words that hold a digit or a path: counts, ids, addresses;
+# and units of memory: GPU memory that runs out again does so by MiB or by GiB.
 _QUOTED = re.compile(r"(?<!\w)(?:'[^']{0,300}'|\"[^\"]{0,300}\"|`[^`]{0,300}`)(?!\w)")
-_VARIES = re.compile(r"[\d/]")
+_VARIES = re.compile(r"[\d/]|\A(?:[KMGT]i?B|bytes)\b")
 
 # Parts of the paths of library files. Frames from an error file have no directory: see _LIBRARY_CALLS.
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python", "/torch/", "<frozen ")
@@ -461,6 +463,6 @@ def _is_library(frame: str) -> bool:
 
 
 def normalised(message: str) -> str:
-    """Return the shape of a message: its first line, with placeholders for what varies."""
-    line = _QUOTED.sub("<quoted>", message.strip().partition("\n")[0][:MAX_SHAPE])
-    return " ".join("<varies>" if _VARIES.search(word) else word for word in line.split())
+    """Return the shape of a message: its first line, with placeholders for what varies; cut after that, as the length varies."""
+    line = _QUOTED.sub("<quoted>", message.strip().partition("\n")[0][: 4 * MAX_SHAPE])
+    return " ".join("<varies>" if _VARIES.search(word) else word for word in line.split())[:MAX_SHAPE]

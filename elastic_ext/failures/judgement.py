@@ -100,15 +100,10 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     report = cause.report
     now, budget, past = _compared(cause.diagnosis, report, ledger, circumstances)
     nodes = policy.Nodes(circumstances.nodes, circumstances.min_nodes, circumstances.members)
-    decision = policy.decide(
-        cause.diagnosis,
-        budget,
-        past,
-        nodes,
-        circumstances.exit_codes,
-        circumstances.backoff,
-        circumstances.jitter,
-    )
+    decision = policy.decide(cause.diagnosis, budget, past, nodes, backoff=circumstances.backoff, jitter=circumstances.jitter)
+    bad = _bad(reports, cause, decision)
+    if decision.exit_code is not None:
+        decision = replace(decision, exit_code=policy.exit_code_for(decision.exit_code, circumstances.exit_codes))
     numeric = decision.kind == NUMERIC and cause.diagnosis.checkpoints_back > 0
     if numeric and decision.checkpoints_back:
         back = going_back(report.copied_at, report.saved_at, ledger.failures)
@@ -135,15 +130,17 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         shown_by=next(id_ for id_, each in reports.items() if each is report),
         refuse_newer=cause.refuse_newer,
         refused_by=_refused_by(reports, cause, decision),
-        bad=_bad(reports, cause, decision, circumstances.exit_codes),
+        bad=bad,
     )
     return Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]), verdict
 
 
-def _bad(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision, preset: str) -> tuple[str, ...]:
-    """Return the nodes to replace if the job ends; (): see `JobVerdict.bad`. Of replicas without a majority, all that differ."""
-    bad, again = (policy.exit_code_for(code, preset) for code in (policy.EX_NODE, policy.EX_TRY_AGAIN))
-    if decision.response is not Response.STOP or decision.exit_code != bad or bad == again:
+def _bad(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision) -> tuple[str, ...]:
+    """Return the nodes to replace if the job ends; (): see `JobVerdict.bad`. Of replicas without a majority, all that differ.
+
+    decision: with the exit code of the preset "design".
+    """
+    if decision.response is not Response.STOP or decision.exit_code != policy.EX_NODE:
         return ()
     differ = tuple(id_ for id_, each in reports.items() if each.host in cause.diagnosis.evidence.differs)
     return differ or ((cause.node,) if cause.node else ())

@@ -204,6 +204,10 @@ class JobVerdict:
             return replace(self.decision, exit_code=exit_code_for(EX_TRY_AGAIN, preset))
         return self.decision
 
+    def replaces(self, node: str) -> bool:
+        """Return whether this node, if it leaves, is to be replaced, rather than started again."""
+        return node in self.bad if self.decision.response is Response.STOP else node == self.node
+
     @property
     def ends_job(self) -> bool:
         """Whether all agents leave."""

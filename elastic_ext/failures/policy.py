@@ -34,6 +34,7 @@ from elastic_ext.failures.rules import (
     ELSEWHERE,
     HANG_RULE,
     HARDWARE_EVIDENCE,
+    HARDWARE_EXIT,
     ILL_STORAGE,
     ILLEGAL_ACCESS,
     INTERFACE,
@@ -249,7 +250,7 @@ def decide(
     past = tuple(diagnosis.evidence.history if history is None else history)
     of_table = _from_table(diagnosis, past)
     outcome = _apply_history(of_table, diagnosis, past, nodes)
-    blamed = not diagnosis.checkpoints_back and _checkpoint_to_blame(diagnosis, outcome, past)
+    blamed = not diagnosis.checkpoints_back and _checkpoint_to_blame(diagnosis, past)
     if blamed and outcome.rule in _BY_HISTORY:  # the checkpoint comes before the code and the node
         outcome = of_table
     if budget.left:
@@ -328,14 +329,17 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         outcome = _cut_again(outcome, diagnosis, past, nodes)
     if len(diagnosis.evidence.differs) > 1:
         outcome = _without_majority(outcome, diagnosis, past)
-    if outcome.response is Response.RESTART_FREE and diagnosis.kind in _OF_LOST_NODES:
+    if outcome.response is Response.RESTART_FREE and diagnosis.kind in _OF_LOST_NODES and diagnosis.tier != USER_RULES:
         outcome = _lost_again(outcome, past)
+    same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
         outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
+    if outcome.rule == HARDWARE_EXIT and sum(each.node != diagnosis.evidence.node for each in same) >= MAX_SAME_FAILURES - 1:
+        reason = f"{outcome.reason}; but it was on other nodes before, too: perhaps the script means something else by it"
+        return _Outcome(Response.STOP, outcome.kind, reason, CEILING, EX_FAILED)
     if outcome.response not in _CHARGED:
         return outcome
-    same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     surely_stuck = sum(earlier.progress is False for earlier in same)
     unknown_at_start = diagnosis.evidence.before_first_step and diagnosis.rule == NO_EVIDENCE
     confirmed = len(same) + 1 >= MAX_SAME_FAILURES if unknown_at_start else _confirmed(same)
@@ -588,15 +592,16 @@ def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
 
 
 _OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
-_NOT_OF_A_CHECKPOINT = ILL_STORAGE | ACCESS | {"device-memory-held"}
+_NOT_OF_A_CHECKPOINT = ILL_STORAGE | ACCESS | {"gpu-driver", "collective-misuse", "command", "cache-race"}
 
 
-def _checkpoint_to_blame(diagnosis: Diagnosis, outcome: _Outcome, past: Sequence[Precedent]) -> bool:
+def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Precedent]) -> bool:
     """Return whether the same failure happened twice before the first step, both times after loading the same checkpoint.
 
-    Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another.
+    Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another. Nor
+    where none can be the cause, as of GPU memory: once the script is mended, it would resume from an older one.
     """
-    outside = outcome.kind in _OUTSIDE_THE_WORKER or outcome.kind in (CASCADE, DATA) or diagnosis.rule in _NOT_OF_A_CHECKPOINT
+    outside = diagnosis.kind in {*_OUTSIDE_THE_WORKER, CASCADE, DATA, DEVICE_MEMORY} or diagnosis.rule in _NOT_OF_A_CHECKPOINT
     outside |= diagnosis.evidence.signal in ("SIGKILL", "SIGTERM") or diagnosis.rule in STARTED_BEFORE
     if outside or not diagnosis.evidence.before_first_step or diagnosis.evidence.cut:
         return False

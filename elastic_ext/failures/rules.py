@@ -165,6 +165,7 @@ ILL_STORAGE = frozenset(
 OF_SCRIPT = frozenset({"arguments", "command", "files", "state-dict", RERUN_CORRECT})
 # Rank 0 alone may read it, and ranks do not move while an older one is tried: no node is to blame.
 DAMAGED = frozenset({"checkpoint-broken", "checkpoint-checksum"})
+HARDWARE_EXIT = "hardware-exit"  # a script may mean something else by the exit code
 MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
 
@@ -205,11 +206,11 @@ COUNTS_AS = {
 # Errors that any call may raise on a network file system in trouble.
 _FILE_SYSTEM_ILL: tuple[Text, ...] = (
     "stale file handle", "input/output error", "transport endpoint is not connected", "transport endpoint shutdown",
-    "read-only file system", "disk i/o error",
+    "read-only file system", "disk i/o error", "communication error on send", "structure needs cleaning",
 )  # fmt: skip
 _FILE_SYSTEM_ERRNOS = frozenset(
     {errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EROFS, errno.EBUSY, errno.ENOLCK,
-     errno.EHOSTDOWN, errno.ENOTEMPTY}
+     errno.EHOSTDOWN, errno.ENOTEMPTY, errno.ECOMM, errno.EPROTO, errno.EUCLEAN}
 )  # fmt: skip
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
@@ -218,7 +219,7 @@ _STORAGE_PACKAGES = (
 _STORAGE_NAMES = tuple(package.strip(".") for package in _STORAGE_PACKAGES)
 _HTTP_WORDS = (
     "http {}", "status code {}", "status code: {}", "http error {}", "{} server error", "{} client error", "error '{}",
-    "error {}:", "{}, message=", "{} forbidden",
+    "error {}:", "{}, message=", "{} forbidden", "error code {} !=", "error code: {} -",
 )  # fmt: skip
 _BUSY_SERVER: tuple[Text, ...] = (
     "(slowdown)", ("please", "slow down"), ("reduce", "request rate"), "rate limit", "ratelimitexceeded", "too many requests",
@@ -440,7 +441,7 @@ TIER_2 = (
                 ("nvlink: fatal", "error"),
                 "cuda_error_ecc_uncorrectable",
                 "error code is 507035")),
-    _hardware("hardware-exit", HARDWARE, REPLACE_NODE,
+    _hardware(HARDWARE_EXIT, HARDWARE, REPLACE_NODE,
          "this exit code means a broken InfoROM or driver, or leftovers of an earlier process", "D",
          exit_codes=frozenset({14, 201, 202})),
     _hardware("node-check", HARDWARE, REPLACE_NODE, "this node's health check failed before the start",
@@ -599,6 +600,7 @@ TIER_3 = (
                 "no cuda gpus are available", "no hip gpus are available", "found no nvidia driver", "system not yet initialized",
                 "error 804", "mps client failed", "nvml/rm version mismatch", "failed to initialize nvml",
                 "cuda error: unknown error", "cuda unknown error",
+                *(("unexpected error from cudagetdevicecount", f"error {code}:") for code in (3, 101, 304, 999)),
                 "exclusive-thread device already in use"), survivable=True),
     _program("gpu-driver", CODE, CONFIRM, "the GPU's driver does not fit this build of torch or CUDA",
          texts=("driver on your system is too old", "driver version is insufficient", "error 803"), survivable=True),
@@ -629,6 +631,7 @@ TIER_3 = (
                 "heartbeat monitor timed out", "watchdog got stuck for",
                 "dump signal due to a collective timeout", "transport retry count exceeded", "hccl function error",
                 "application timeout caused pair closure",  # of gloo, in each operation after one that has timed out
+                "connectfullmesh failed", ("deepep error", "timeout"),
                 ("ei0002", "notify register"), ("ei0006", "getting socket times out"),  # HCCL: a peer did not answer in time
                 "nccl communicator was aborted")),
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",

@@ -127,7 +127,9 @@ ROWS = [
     ("disk-full", "storage", "confirm", raised("OSError", "[Errno 28] No space left on device: '/ckpt'"),
      raised("OSError", "[Errno 122] Disk quota exceeded")),
     ("file-system-ill", "storage", "restart", *(raised("OSError", text) for text in (
-        "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected"))),
+        "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected",
+        "[Errno 70] Communication error on send", "[Errno 71] Protocol error", "[Errno 117] Structure needs cleaning")),
+     raised("RuntimeError", "cannot write /beegfs/a: Communication error on send")),
     ("storage-client", "storage", "restart", *(raised(name, "m") for name in (
         "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError",
         "s3torchconnectorclient._mountpoint_s3_client.S3Exception"))),
@@ -139,6 +141,8 @@ ROWS = [
         ))),
     ("storage-busy", "storage", "restart", raised("requests.exceptions.HTTPError", "429 Client Error: Too Many Requests"),
      *(raised("HTTPError", f"HTTP {code}") for code in (429, 500, 502, 503, 504)), raised("E", "Please reduce (SlowDown)"),
+     raised("mlflow.exceptions.MlflowException", "API request to endpoint /api/2.0/x failed with error code 503 != 200."),
+     raised("openai.InternalServerError", "Error code: 502 - {'error': {'message': 'Bad gateway'}}"),
      wrote("HTTP 404\nHTTP 503")),
     ("storage-reset", "storage", "restart", Evidence(0, 1, exception=RaisedException(
         "ConnectionResetError", "[Errno 104] Connection reset by peer",
@@ -167,7 +171,9 @@ ROWS = [
     ("rerun-differs", "hardware", "replace_node", ended(17, stderr_tail="Rank 3, node n2: Possible persistent error!!")),
     ("rerun-unsteady", "hardware", "restart", ended(17, stderr_tail="NaN in x\nRank 3, node n2: Possible transient error!!")),
     ("gpu-not-ready", "hardware", "restart",
-     raised("torch.AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable")),
+     raised("torch.AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
+     raised("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
+            "NumCudaDevices() that might have already set an error? Error 304: OS call failed", first_step_done=False)),
     ("gpu-driver", "code", "confirm", raised("RuntimeError", "The NVIDIA driver on your system is too old (found version 11040)"),
      raised("RuntimeError", "Error 803: system has unsupported display driver", first_step_done=False),
      raised("torch.AcceleratorError", "CUDA error: CUDA driver version is insufficient for CUDA runtime version")),
@@ -229,6 +235,9 @@ ROWS = [
      raised("RuntimeError", "HcclAllreduce, error code is 6\nEI0006: Getting socket times out."),
      raised("RuntimeError", "[unbound_buffer.cc:136] Timed out waiting 1800000ms for send operation to complete"),
      raised("RuntimeError", "Application timeout caused pair closure"),
+     raised("RuntimeError", "Gloo connectFullMesh failed with [x.cc] no error", first_step_done=True),
+     raised("RuntimeError", "Gloo connectFullMesh failed with [x.cc] SO_ERROR: Connection refused", first_step_done=True),
+     raised("RuntimeError", "DeepEP error: timeout (dispatch CPU)"), raised("RuntimeError", "DeepEP error: CPU recv timeout"),
      wrote("[rank0]: Watchdog caught collective operation timeout: WorkNCCL"), wrote("NCCL error: remote process exited"),
      wrote("terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL communicator was aborted")),
     ("peer-connection", "cascade", "follow",
@@ -638,6 +647,13 @@ def test_the_fingerprint_holds_what_stays_and_not_what_varies():
 
     assert of("at 0x7f3a: 3 of 17 in /tmp/a_1") == of("at 0x11ff: 4 of 18 in /tmp/b_2")
     assert of("this") != of("that")
+    oom = (
+        "CUDA out of memory. Tried to allocate {}. GPU 0 has a total capacity of 79.11 GiB of which {} is free. Including "
+        "non-PyTorch memory, this process has 79.09 GiB memory in use. Of the allocated memory 77.00 GiB is allocated by "
+        "PyTorch, and {} is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting"
+    )
+    once, again = (oom.format(*sizes) for sizes in (("1.20 GiB", "12.00 MiB", "2.0 GiB"), ("20.00 MiB", "1.0 KiB", "9 bytes")))
+    assert of(once) == of(again) != of(oom)
     gated = "401 Client Error. (Request ID: Root={};65732a89-ffad-4eff-acfb-2e69edcf215c) of {}"
     assert of(gated.format("1-68ef62a0-63f3c4056cb46c2169cf2218", "x")) == of(
         gated.format("1-deadbeef-0000c4056cb46c2169cf2218", "x")

@@ -101,6 +101,14 @@ def test_across_nodes_the_first_that_the_job_learnt_of_is_the_cause():
     assert judge(told, Ledger(), RULES, 1)[1].node == "b"
 
 
+def test_what_the_driver_says_counts_before_what_came_first():
+    """Kernels of other nodes trap as a GPU is gone, and their agents have nothing to ask before they report."""
+    told = {"a": report("ha", **LAUNCH), "b": report("hb", signal="SIGABRT", step=5, xids=(79,), order=2)}
+    assert again(told, 1)[1][0].node == "b"
+    told["a"] = report("ha", "NameError", "x")
+    assert again(told, 1)[1][0].decision.exit_code == 65
+
+
 def test_what_died_of_a_lost_node_costs_nothing_and_without_one_it_is_charged():
     told = {"a": report("ha", **PEER), "b": report("hb", **PEER)}
     _, charged = judge(told, Ledger(), RULES, 1)
@@ -551,6 +559,29 @@ def test_only_the_bad_node_has_its_code_where_the_job_cannot_run_without_it(pres
     assert verdict.ends_job
     assert (verdict.for_node("a", preset).exit_code, verdict.for_node("b", preset).exit_code) == codes
     assert verdict.for_node("a spare", preset).action is Action.STOP
+
+
+LAUNCH = {"type_": "torch.AcceleratorError", "message": "CUDA error: unspecified launch failure", "step": 5, "resumed_at": 0}
+
+
+@pytest.mark.parametrize(
+    ("hosts", "rules", "replaced"),
+    [
+        ("a", {"max_restarts": 0}, ""),  # the budget is spent: nothing says that this node is bad
+        ("abc", {"min_nodes": 3}, ""),  # it was on another node each time
+        ("aaa", {"min_nodes": 3}, "a"),
+        ("aa", {}, "a"),
+    ],
+)
+@pytest.mark.parametrize("preset", ["design", "stock"])
+def test_only_a_node_that_is_to_be_replaced_is_reported_as_bad(hosts, rules, replaced, preset):
+    """By bad_node_command, which may drain its host: a failure that ends the job is no proof."""
+    ledger, unlimited = Ledger(), Circumstances(NO_LIMIT, nodes=3, min_nodes=2, members=3, exit_codes=preset)
+    for number, host in enumerate(hosts):
+        told = {host: report(host, rank=number, **LAUNCH)}
+        ledger, verdict = judge(told, ledger, dataclasses.replace(unlimited, **rules), number)
+    assert (verdict.for_node(hosts[-1], preset).action, verdict.decision.kind) == (Action.STOP, "hardware")
+    assert "".join(node for node in "abc" if verdict.replaces(node)) == replaced
 
 
 def test_a_rank_that_has_failed_elsewhere_costs_no_node():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from elastic_ext.base.diagnosis import Response
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
 from elastic_ext.failures.ledger import PastFailure, past_failure, precedents, progress
@@ -22,6 +23,7 @@ from elastic_ext.failures.policy import (
     of_a_node,
 )
 from elastic_ext.failures.rules import ELSEWHERE
+from elastic_ext.failures.user_rules import UserRule
 
 
 def of(type_=None, message="", **more):
@@ -46,6 +48,8 @@ PEERS, PEERS_LATER = (
 )
 STALE, STALE_LATER = (of("OSError", "[Errno 116] Stale file handle", first_step_done=done) for done in (False, True))
 DAMAGED = of("RuntimeError", "PytorchStreamReader failed reading zip archive", first_step_done=False)
+BY_USER = [UserRule("license server", "network", Response.RESTART_FREE, exit_code=9)]
+LICENSE = classify(Evidence(0, exit_code=9, first_step_done=True, node="n1"), BY_USER)
 OTHER, TRAINED = Precedent(False, False, "n2"), Precedent(False, False, "n2", first_step_done=True)
 SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
 
@@ -85,6 +89,20 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of("KeyError", first_step_done=False), (TRAINED, SAME_HERE), (5, 5), "stop", "code", "repeated", 65),
         (of("NameError"), (TRAINED,), None, "stop", "code", "code-always", 65),
         (of(exit_code=127), (TRAINED,), None, "stop", "code", "usage-exit", 65),
+        # a script's own exit code, on all nodes: two of them, and no more, leave for it
+        (of(exit_code=14), (SAME_THERE,), (7, 4), "replace_node", "hardware", "hardware-exit", 69),
+        (of(exit_code=14), (SAME_THERE, Precedent(True, False, "n3")), (6, 4), "stop", "hardware", "ceiling", 1),
+        (of(exit_code=14), (Precedent(True, False, None),) * 2, (6, 4), "stop", "hardware", "ceiling", 1),
+        (
+            of(exit_code=14),
+            (Precedent(True, True, "n2"), Precedent(True, True, "n3")),
+            (6, 4),
+            "replace_node",
+            "hardware",
+            "hardware-exit",
+            69,
+        ),
+        (of(xids=(79,)), (SAME_THERE, Precedent(True, False, "n3")), (6, 4), "replace_node", "hardware", "xid-replace", 69),
         # 2. the ceiling
         (NETWORK, (SAME_THERE,), None, "restart", "network", "network", None),
         (NETWORK, (SAME_THERE,) * 2, None, "stop", "network", "ceiling", 75),
@@ -114,6 +132,16 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of(exit_code=75), (Precedent(True, None, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
         (of(exit_code=75), (Precedent(False, False, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
         (of(agent_signal="SIGTERM"), (SAME_THERE,) * 9, None, "requeue", "preemption", "agent-terminated", 75),
+        # as the user's own rule says, and no lost node
+        (
+            LICENSE,
+            (replace(SAME_HERE, kind="network", charged=False),) * 9,
+            None,
+            "restart_free",
+            "network",
+            "license server",
+            None,
+        ),
         # 3. one node
         (SEGV, (SAME_HERE,), None, "replace_node", "crash", "same-node", 69),
         (SEGV, (SAME_HERE,), (3, 2), "replace_node", "crash", "same-node", 69),
@@ -407,6 +435,11 @@ BEFORE_ITS_FIRST_STEP = [
     (of("OSError", "[Errno 5] Input/output error", first_step_done=False), 0),
     (of("OSError", "[Errno 28] No space left on device", first_step_done=False), 0),
     (of("botocore.exceptions.ClientError", "SlowDown", first_step_done=False), 0),
+    (of("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB", first_step_done=False), 0),
+    (of("RuntimeError", "The NVIDIA driver on your system is too old", first_step_done=False), 0),
+    (of("RuntimeError", "Detected mismatch between collectives on ranks", first_step_done=False), 0),
+    (of("PIL.UnidentifiedImageError", "cannot identify image file 'a.jpg'", first_step_done=False), 0),
+    (of("ValueError", "--gpus=8, but your machine only has 7", first_step_done=False), 0),
     (of(exit_code=75, first_step_done=False), 0),
     (of(signal="SIGKILL", xids=(79,), first_step_done=False), 0),
     (of("torch.distributed.DistBackendError", "remote process exited or there was a network error", first_step_done=False), 0),
@@ -417,7 +450,8 @@ BEFORE_ITS_FIRST_STEP = [
 def test_a_checkpoint_is_blamed_only_for_what_it_can_have_caused(diagnosis, back):
     """Else an outage of the storage, or two lost nodes while the workers load, quarantine one good checkpoint after another."""
     loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
-    assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
+    for nodes in (Nodes(2, 2), Nodes(1, 1)):
+        assert decide(diagnosis, history=loaded, nodes=nodes).checkpoints_back == back
     for other in (replace(loaded[0], same_fingerprint=False), replace(loaded[0], first_step_done=True)):
         assert decide(diagnosis, history=(other,), nodes=Nodes(2, 2)).checkpoints_back == 0
 

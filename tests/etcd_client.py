@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from elastic_ext import etcd
@@ -47,10 +47,6 @@ class QueuedWatch(Watch):
             return None
         assert isinstance(item, EtcdError)
         raise item
-
-    def __iter__(self) -> Iterator[Batch]:
-        while (batch := self.get()) is not None:
-            yield batch
 
 
 class EtcdClient(etcd.EtcdClient):

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.embedded.hosting import START_S
 from elastic_ext.embedded.plan import socket_of
 from elastic_ext.own_etcd import certificates
 from tests.jobs import ROOT, SCRIPTS, TORCHRUN, Gate, Job, command_of, wait_gone
@@ -325,16 +324,6 @@ def test_who_has_the_secret_reads_the_store(two):
 
 
 # What cannot be
-
-
-def test_the_loopback_is_no_place_to_meet(tmp_path):
-    options = ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{PORT}", "--nnodes=2"]
-    with Job([*TORCHRUN, *options, ELASTIC], tmp_path) as job:
-        done = job.finish(START_S)  # else it has waited for somebody
-    assert done.returncode == 78, done.err
-    (line,) = done.err.splitlines()
-    assert f" ERROR elastic_ext: --rdzv-endpoint=localhost:{PORT} with several nodes: localhost is another machine" in line
-    assert done.out == ""
 
 
 @pytest.mark.parametrize(

@@ -10,17 +10,8 @@ from elastic_ext.embedded.process import FIRST_AGENT_S, LONELY_S, OVER_S, SIGNAL
 
 def seen(**more):
     """A job whose nodes, here and elsewhere, have all left at 100, without a word."""
-    usual = {
-        "started": 10.0,
-        "streams": 0,
-        "nodes": 0,
-        "agents": 0,
-        "had_agents": True,
-        "orderly": False,
-        "over": False,
-        "quiet": 100.0,
-    }
-    return StoreSituation(**{**usual, **more})
+    usual = {"started": 10.0, "streams": 0, "nodes": 0, "agents": 0, "had_agents": True, "orderly": False, "over": False}
+    return StoreSituation(**{**usual, "quiet": 100.0, **more})
 
 
 def busy(**more):
@@ -54,6 +45,7 @@ def test_a_store_stays_while_it_is_needed(situation):
         (seen(had_agents=False, quiet=10.0), 10 + FIRST_AGENT_S, "no agent has come"),
         (seen(had_agents=False, quiet=10.0, over=True), 10 + FIRST_AGENT_S, "no agent has come"),
         (seen(), 100 + LONELY_S, "all agents are gone"),
+        (seen(quiet=150.0), 150 + LONELY_S, "all agents are gone"),  # a node had come back
         (seen(over=True), 100 + OVER_S, "the job is over"),
         (seen(over=True, orderly=True), 100 + OVER_S, "the job is over"),
         (seen(orderly=True), 100 + OVER_S, "all have left"),
@@ -75,9 +67,3 @@ def test_when_a_store_ends(situation, until, reason):
     assert process.decide(situation, until - 0.01) == Lifetime(False, reason, until)
     assert process.decide(situation, until) == Lifetime(True, reason, until)
     assert process.decide(situation, until + 1000) == Lifetime(True, reason, until)
-
-
-def test_a_node_that_comes_back_is_waited_for():
-    """The time without a node counts from the last one."""
-    assert process.decide(seen(quiet=100.0), 170.0).ends
-    assert not process.decide(seen(quiet=150.0), 170.0).ends

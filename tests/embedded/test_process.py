@@ -71,13 +71,6 @@ def start_and_die(plan: StorePlan, job: str) -> None:
     subprocess.run([sys.executable, "-c", KILLED, str(plan.port), job], check=False, timeout=LIMIT_S)
 
 
-def test_the_next_agent_finds_the_store(plan):
-    start_and_die(plan, "")
-    first = birth(plan)
-    with agent(plan):
-        assert birth(plan) == first
-
-
 def test_an_idle_store_makes_way_for_another_job(plan):
     start_and_die(plan, "secret a")
     first = birth(plan)

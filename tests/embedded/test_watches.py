@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from elastic_ext.embedded.keyspace import Keyspace, KeyspaceLimits
 from elastic_ext.embedded.service import RESPONSE_BYTES, Watches
-from tests.embedded.asks import cancel, delete, grant, put, revoke, rpc, txn, watch
+from tests.embedded.asks import cancel, delete, put, rpc, txn, watch
 
 ALL = b"\0"  # as key and end: all keys
 COMPACTED = "etcdserver: mvcc: required revision has been compacted"
@@ -104,16 +104,6 @@ def test_what_a_watch_wants(store, watches, key, end, filters, seen):
     assert events_of(watches.due()) == seen
 
 
-def test_the_end_of_a_lease_is_seen(store, watches):
-    store.grant(grant(7, 10), 0.0)
-    run(store, put(b"b", lease=7), put(b"a", lease=7), put(b"c"))
-    open_watch(watches, ALL, ALL)
-    store.revoke(revoke(7))
-    (news,) = watches.due()
-    assert events_of([news]) == [(DELETE, b"a"), (DELETE, b"b")]
-    assert {event.kv.mod_revision for event in news.events} == {store.revision}
-
-
 def test_a_canceled_watch_gets_no_more(store, watches):
     one, _ = open_watch(watches, b"a")
     other, _ = open_watch(watches, b"a")
@@ -161,15 +151,6 @@ def test_a_forgotten_past_ends_a_watch(behind):
     assert rest == [rpc.WatchResponse(header=store.header(), watch_id=watch_id, **fields)]
     run(store, put(b"a"))
     assert list(watches.due()) == []
-
-
-def test_the_oldest_revision_left_can_be_watched():
-    store = Keyspace(KeyspaceLimits(changes=4))
-    for number in range(8):
-        run(store, put(b"a", b"%d" % number))
-    _, rest = open_watch(Watches(store), b"a", start_revision=store.compacted + 1)
-    left = range(store.compacted + 1, store.revision + 1)
-    assert [event.kv.mod_revision for response in rest for event in response.events] == list(left)
 
 
 def test_a_watch_that_lags_behind_ends():

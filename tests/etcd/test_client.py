@@ -146,14 +146,6 @@ def test_each_comparison(client: EtcdClient, prefix: str, compare: Compare, hold
 
 
 @pytest.mark.seam
-def test_the_cluster_tells_about_itself(client: EtcdClient):
-    status = client.status()
-    assert status.version.startswith("3.")
-    assert status.member_id == status.leader != 0
-    assert client.alarms() == ()
-
-
-@pytest.mark.seam
 def test_a_compacted_revision(own_server: EtcdServer):
     with EtcdClient(own_server.endpoint) as client:
         revisions = [client.put("a", str(number)).revision for number in range(5)]
@@ -231,16 +223,6 @@ def test_first_good_call_soon_after_a_longer_outage(server: EtcdServer):
             client.get("a", timeout_s=30)
         proxy.start()
         client.get("a", timeout_s=9)
-
-
-@pytest.mark.full
-def test_a_slow_link(proxy: Proxy, prefix: str):
-    proxy.delay(0.1)
-    with EtcdClient(proxy.endpoint) as client:
-        client.put(prefix, "1")
-        with client.watch(prefix, start_revision=1) as watch:
-            batch = watch.get(LIMIT_S)
-    assert batch.events[0].kv.value == b"1"
 
 
 # Many endpoints
@@ -451,13 +433,6 @@ def test_closing_waits_for_the_losers_of_races(server: EtcdServer, monkeypatch: 
 
 
 @pytest.mark.seam
-def test_threads_of_calls_are_forgotten_when_they_end(client: EtcdClient, prefix: str):
-    for _ in range(20):
-        client.get(prefix)
-    assert client._caller.threads.join(LIMIT_S)
-
-
-@pytest.mark.seam
 def test_a_process_ends_with_its_client_open(server: EtcdServer):
     """Nothing that runs in the background keeps it, or its exit code, up."""
     code = (
@@ -468,15 +443,6 @@ def test_a_process_ends_with_its_client_open(server: EtcdServer):
     )
     done = subprocess.run([sys.executable, "-c", code, server.endpoint], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
-
-
-@pytest.mark.seam
-def test_etcd_may_be_restarted_between_two_calls(own_server: EtcdServer):
-    with EtcdClient(own_server.endpoint) as client:
-        client.put("a", "1")
-        own_server.restart()
-        assert client.get("a").kv is not None
-        client.put("a", "2")
 
 
 # Servers that are no etcd of today. A 3.3 is not to be had any more, so a gRPC server plays it.

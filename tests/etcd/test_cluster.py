@@ -121,20 +121,6 @@ def test_quorum_lost(cluster: EtcdCluster, prefix: str):
         session.revoke()
 
 
-def test_all_members_restarted_one_after_the_other(cluster: EtcdCluster, prefix: str):
-    """As in a rolling upgrade."""
-    with EtcdClient(cluster.endpoints) as client:
-        session, start = LeaseSession(client, TTL_S), client.revision(prefix) + 1
-        with client.watch(prefix, prefix=True, start_revision=start) as watch:
-            for member in cluster.members:
-                cluster.restart(member)
-                put_for_sure(client, prefix + member.name)
-            put_for_sure(client, prefix + "end")
-            assert history(watch, prefix + "end") == told_anew(cluster, prefix, start)
-        assert not session.lost.is_set()
-        session.revoke()
-
-
 def put_for_sure(client: EtcdClient, key: str) -> None:
     """Until it is there."""
     try:

@@ -71,36 +71,23 @@ def test_a_key_is_in_the_range_if_it_has_the_prefix(prefix: bytes, key: bytes):
     assert (start <= key and (end == b"\0" or key < end)) == key.startswith(prefix)
 
 
-_NOWHERE = "failed to connect to all addresses; last error: "
+_TO = "failed to connect to all addresses; last error: UNKNOWN: "
+_TCP, _TLS = f"{_TO}ipv4:127.0.0.1:1: Failed to connect to remote host", f"{_TO}ipv6:%5B::1%5D:1: Ssl handshake failed"
+_NO_CA, _TWICE = "CERTIFICATE_VERIFY_FAILED", "duplicate key given in txn request"
 
 
 @pytest.mark.parametrize(
     ("code", "details", "kind", "text"),
     [
-        (
-            "UNAVAILABLE",
-            _NOWHERE + "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused",
-            ErrorKind.NOT_TAKEN,
-            "Connection refused",
-        ),
-        (
-            "UNAVAILABLE",
-            _NOWHERE + "UNKNOWN: ipv6:%5B::1%5D:1: Ssl handshake failed: CERTIFICATE_VERIFY_FAILED: OK",
-            ErrorKind.TLS,
-            "Ssl handshake failed: CERTIFICATE_VERIFY_FAILED",
-        ),
+        ("UNAVAILABLE", f"{_TCP}: Connection refused", ErrorKind.NOT_TAKEN, "Connection refused"),
+        ("UNAVAILABLE", f"{_TLS}: {_NO_CA}: OK", ErrorKind.TLS, f"Ssl handshake failed: {_NO_CA}"),
         ("UNAVAILABLE", "etcdserver: no leader", ErrorKind.NOT_TAKEN, "no leader"),
         ("UNAVAILABLE", "etcdserver: request timed out", ErrorKind.UNSURE, "request timed out"),
         ("UNAVAILABLE", "Socket closed", ErrorKind.UNSURE, "Socket closed"),
         ("DEADLINE_EXCEEDED", "Deadline Exceeded", ErrorKind.UNSURE, "no answer in time"),
         ("UNAUTHENTICATED", "etcdserver: invalid auth token", ErrorKind.TOKEN, "invalid auth token"),
         ("INVALID_ARGUMENT", "etcdserver: revision of auth store is old", ErrorKind.TOKEN, "revision of auth store is old"),
-        (
-            "INVALID_ARGUMENT",
-            "etcdserver: duplicate key given in txn request",
-            ErrorKind.REFUSED,
-            "duplicate key given in txn request",
-        ),
+        ("INVALID_ARGUMENT", f"etcdserver: {_TWICE}", ErrorKind.REFUSED, _TWICE),
         ("PERMISSION_DENIED", "etcdserver: permission denied", ErrorKind.AUTH, "permission denied"),
         ("UNIMPLEMENTED", "", ErrorKind.VERSION, "UNIMPLEMENTED"),
         ("UNKNOWN", "anything\nat all", ErrorKind.REFUSED, "anything at all"),

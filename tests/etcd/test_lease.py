@@ -87,21 +87,6 @@ def test_a_lease_that_is_gone_is_an_event(client: EtcdClient, caplog: pytest.Log
     assert client.lease_keep_alive([session.lease_id]).ttl_s == {session.lease_id: 0}
 
 
-def test_trouble_on_the_way_is_no_loss(server: EtcdServer):
-    with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:
-        with_limits(client, 1.0)
-        session = LeaseSession(client, LONG_TTL_S)
-        before = session.alive_until
-        proxy.stop()
-        renew_now(client, session)
-        until(lambda: client.renewer._trouble is not None)
-        proxy.start()
-        with_limits(client, LIMIT_S)
-        until(lambda: session.alive_until > before)
-        assert not session.lost.is_set()
-        session.revoke()
-
-
 def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
     """As TCP does on a link that loses packets: another connection gets through, and the held one may answer later."""
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint) as client:

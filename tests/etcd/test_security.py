@@ -87,16 +87,17 @@ def test_one_endpoint_of_another_ca_does_not_stop_the_rest(tmp_path: Path, tls_s
 
 
 @pytest.mark.parametrize(
-    ("tls", "message"),
+    ("given", "message"),
     [
-        (Tls(ca="/no/such/file"), "/no/such/file cannot be read: No such file"),
-        (Tls(ca=__file__), "contains no PEM block"),
-        (Tls(ca=None, cert="a.crt"), "both the certificate and its key"),
+        ({"tls": Tls(ca="/no/such/file")}, "/no/such/file cannot be read: No such file"),
+        ({"tls": Tls(ca=__file__)}, "contains no PEM block"),
+        ({"tls": Tls(ca=None, cert="a.crt")}, "both the certificate and its key"),
+        ({"user": "ann"}, "both a user and a password"),
     ],
 )
-def test_certificate_files_that_are_none(tls: Tls, message: str):
+def test_what_nobody_can_get_in_with(given: dict, message: str):
     with pytest.raises(ConfigError, match=message):
-        EtcdClient("127.0.0.1:1", tls=tls)
+        EtcdClient("127.0.0.1:1", **given)
 
 
 @pytest.mark.seam
@@ -109,15 +110,8 @@ def test_certificates_for_an_http_endpoint(certificates: Certificates):
 
 
 @pytest.mark.seam
-def test_password_without_tls(ann: EtcdClient):
-    """etcd3 passes the token as call credentials, which gRPC refuses on a channel without TLS."""
-    ann.put("/ann/a", "1")
-    assert ann.get("/ann/a").kv is not None
-    assert ann.get_prefix("/ann/").count >= 1
-
-
-@pytest.mark.seam
 def test_token_is_in_no_log_line(ann: EtcdClient, caplog: pytest.LogCaptureFixture):
+    """Nor is it refused without TLS, as gRPC refuses etcd3's, which are call credentials."""
     ann.put("/ann/a", "1")
     with ann.watch("/ann/", prefix=True) as watch:
         until(lambda: watch.live)
@@ -125,26 +119,25 @@ def test_token_is_in_no_log_line(ann: EtcdClient, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.seam
-def test_wrong_password(auth_server: EtcdServer):
-    with EtcdClient(auth_server.endpoint, user="ann", password=SECRETS[2]) as client:
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"user": "ann", "password": SECRETS[2]}, r"authentication failed.*user 'ann'.*check the user and password"),
+        ({}, r"no user given.*check the user"),
+    ],
+    ids=["wrong", "none"],
+)
+def test_a_password_that_does_not_do(auth_server: EtcdServer, given: dict, said: str):
+    with EtcdClient(auth_server.endpoint, **given) as client:
         for call in (
             lambda: client.get("/ann/a"),
             lambda: client.put("/ann/a", "1"),
             lambda: client.watch("/ann/a", start_revision=1).get(),
         ):
-            with pytest.raises(AuthError, match=r"authentication failed.*user 'ann'.*check the user and password") as caught:
+            with pytest.raises(AuthError, match=said) as caught:
                 call()
             told = "".join(traceback.format_exception(caught.value)) + repr(client)
             assert not any(secret in told for secret in SECRETS)
-
-
-@pytest.mark.seam
-def test_no_password_where_one_is_needed(auth_server: EtcdServer):
-    with EtcdClient(auth_server.endpoint) as client:
-        with pytest.raises(AuthError, match=r"no user given.*check the user"):
-            client.get("/ann/a")
-        with pytest.raises(AuthError, match="no user given"):
-            client.watch("/ann/a", start_revision=1).get()
 
 
 @pytest.mark.seam
@@ -170,11 +163,6 @@ def test_password_on_a_server_without_authentication(server: EtcdServer, prefix:
         client.put(prefix, "1")
         with client.watch(prefix, start_revision=1) as watch:
             assert watch.get(LIMIT_S) is not None
-
-
-def test_user_without_password():
-    with pytest.raises(ConfigError, match="both a user and a password"):
-        EtcdClient("127.0.0.1:1", user="ann")
 
 
 def token_of(client: EtcdClient) -> str:

@@ -97,6 +97,22 @@ class OwnEtcdJob:
         )
         return self.stack.enter_context(job)
 
+    def start_on(self, hosts: Sequence[Host], nnodes: str, *script: str, **settings: str) -> list[Job]:
+        """One agent on each of these hosts."""
+        return [
+            self.start(nnodes, *script, inside=host.inside, name=f"n{number}", **settings) for number, host in enumerate(hosts)
+        ]
+
+    def lose(self, host: Host) -> None:
+        """Lose a host and its memory."""
+        lose(host)
+        folder.remove(self.folder_of(host.address))
+
+    def finish(self, agents: Sequence[Job]) -> None:
+        """Open the gate; these agents end well."""
+        self.gate.open()
+        assert [agent.finish().returncode for agent in agents] == [0] * len(agents), "\n---\n".join(each.err for each in agents)
+
     def folders(self) -> list[Path]:
         """What keepers of this job have on this machine."""
         made = [self.folder_of(each) for each in (*self.hosts, *self.others)]
@@ -139,6 +155,12 @@ class OwnEtcdJob:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     found.append(f"port {port}")
         return found
+
+
+def wait_for(agents: Sequence[Job], pattern: str, count: int = 1) -> None:
+    """Until the output of all has it."""
+    for agent in agents:
+        agent.wait_for(pattern, count=count)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import pytest
 from elastic_ext.own_etcd import folder, keeper
 from tests.chaos.processes import zombies
 from tests.jobs import TIMEOUT_S, TORCHRUN, Job, descendants, wait_gone
-from tests.own_etcd.hosts import ELASTIC, OwnEtcdJob, hosts_of, lose, pids_in, revive
+from tests.own_etcd.hosts import ELASTIC, OwnEtcdJob, hosts_of, lose, pids_in, revive, wait_for
 from tests.programs import needs
 from tests.rendezvous.test_etcd_jobs import reports, seen
 from tests.until import until
@@ -42,16 +42,14 @@ def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
     """Two agents, two ways to start them, one etcd, one restart. Once both commands have returned, nothing is left."""
     first = laptop.start("2", ELASTIC, "exit3:0", name="a")
     second = laptop.start("2", name="b", command=TORCHRUN)
-    for agent in (first, second):
-        agent.wait_for(seen(2, 1))
+    wait_for([first, second], seen(2, 1))
     assert len(laptop.keepers()) == 2, "a keeper and its member, whoever was first"
     (place,) = laptop.folders()
     assert place.stat().st_mode & 0o777 == 0o700
     command = [sys.executable, "-m", "elastic_ext.cli", "status", "--json"]
     status = subprocess.run([*command, f"--rdzv-endpoint={laptop.endpoint}", f"--rdzv-id={laptop.run_id}"], capture_output=True)
     assert len(json.loads(status.stdout)["nodes"]) == 2, status.stderr
-    laptop.gate.open()
-    assert [first.finish().returncode, second.finish().returncode] == [0, 0], first.err + second.err
+    laptop.finish([first, second])
     assert laptop.folders() == []
     assert laptop.keepers() == []
 
@@ -76,8 +74,7 @@ def test_a_killed_agent_leaves_the_etcd_to_the_next_one_and_that_leaves_nothing(
     second.wait_for(seen(1, 1))
     assert laptop.keepers() == keepers
     assert wait_gone([pid for pid in workers if pid not in keepers]) == []
-    laptop.gate.open()
-    assert second.finish().returncode == 0, second.err
+    laptop.finish([second])
     assert laptop.folders() == []
 
 
@@ -88,23 +85,7 @@ def test_without_any_agent_the_etcd_ends_by_itself(laptop):
     laptop.assert_gone()
 
 
-def test_a_killed_keeper_comes_back_with_the_data_and_the_job_goes_on(laptop):
-    agent = laptop.start("1")
-    agent.wait_for(seen(1, 0))
-    for number in (2, 3):
-        keepers = laptop.keepers()
-        for pid in keepers:
-            os.kill(pid, signal.SIGKILL)
-        assert wait_gone(keepers) == []
-        agent.wait_for("runs a member of the job's etcd", count=number)
-    laptop.gate.open()
-    done = agent.finish()
-    assert done.returncode == 0, done.err
-    assert {line["attempt"] for line in reports(agent)} == {0}, "the workers have not noticed"
-    laptop.assert_gone()
-
-
-def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was_killed(laptop):
+def test_a_killed_keeper_comes_back_with_the_data_which_that_of_another_job_leaves(laptop):
     """The agent is in, and about to start another keeper. Stopped, it shows what others see in between. The killed one does not
     stay as its zombie."""
     agent = laptop.start("1")
@@ -119,10 +100,9 @@ def test_the_keeper_of_another_job_leaves_the_data_of_a_job_whose_own_keeper_was
     agent.process.send_signal(signal.SIGCONT)
     agent.wait_for("runs a member of the job's etcd", count=2)
     assert not [child for child, parent in zombies(os.getpid()) if parent.pid == agent.process.pid]
-    laptop.gate.open()
-    done = agent.finish()
-    assert done.returncode == 0, done.err
-    assert "had lost the job's records" not in done.err
+    laptop.finish([agent])
+    assert "had lost the job's records" not in agent.err
+    assert {line["attempt"] for line in reports(agent)} == {0}, "the workers have not noticed"
     laptop.assert_gone()
 
 
@@ -148,11 +128,8 @@ def test_a_spare_that_can_takes_the_place_of_a_lost_member(tmp_path):
         taken = f"import signal, socket; s = {server}; print('up', flush=True); signal.pause()"
         with Job([*hosts[3].inside, sys.executable, "-c", taken], tmp_path) as taker:
             taker.wait_for("up")
-            agents = [
-                job.start("1:5", inside=host.inside, name=f"n{number}", last_call=TOGETHER) for number, host in enumerate(hosts)
-            ]
-            for agent in agents:
-                agent.wait_for(seen(5, 0))
+            agents = job.start_on(hosts, "1:5", last_call=TOGETHER)
+            wait_for(agents, seen(5, 0))
             stopped = agents[2].process
             stopped.send_signal(signal.SIGSTOP)
             for pid in set(pids_in(hosts[2])).intersection(job.keepers()):
@@ -164,8 +141,7 @@ def test_a_spare_that_can_takes_the_place_of_a_lost_member(tmp_path):
             until(lambda: len(set(pids_in(hosts[2])).intersection(job.keepers())) == 1, "a keeper without a member")
             lose(hosts[0])
             agents[2].wait_for('"world": 4')
-            job.gate.open()
-            assert [agent.finish().returncode for agent in agents[1:]] == [0, 0, 0, 0]
+            job.finish(agents[1:])
             assert "does not start" not in agents[2].err
             assert agents[3].err.count("has ended on") <= keeper.DEATHS + 1
 
@@ -175,8 +151,7 @@ def test_a_spare_that_comes_as_the_job_ends_does_not_run_it_again(tmp_path):
     needs("ip")
     (tmp_path / "short.py").write_text("print('ran', flush=True)")
     with hosts_of(tmp_path, 2) as (job, hosts):
-        agents = [job.start("1", "short.py", inside=host.inside, name=f"n{number}") for number, host in enumerate(hosts)]
-        ended = [agent.finish() for agent in agents]
+        ended = [agent.finish() for agent in job.start_on(hosts, "1", "short.py")]
         assert [each.returncode for each in ended] == [0, 0], ended[1].err
         assert "".join(each.out for each in ended) == "ran\n"
 
@@ -185,26 +160,17 @@ def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
     """Then a second one of the first three is lost, and nothing is left."""
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
-        agents = [
-            job.start("2:3", inside=host.inside, name=f"n{number}", last_call=TOGETHER) for number, host in enumerate(hosts)
-        ]
-        for agent in agents:
-            agent.wait_for(seen(3, 0))
-        lose(hosts[0])
-        for agent in agents[1:]:
-            agent.wait_for(seen(2, 1))
-        folder.remove(job.folder_of(hosts[0].address))  # its memory
+        agents = job.start_on(hosts, "2:3", last_call=TOGETHER)
+        wait_for(agents, seen(3, 0))
+        job.lose(hosts[0])
+        wait_for(agents[1:], seen(2, 1))
         revive(hosts[0])
         back = job.start("2:3", inside=hosts[0].inside, name="n0")
         back.wait_for("runs a member")
-        for agent in (back, *agents[1:]):
-            agent.wait_for(seen(3, 2))
-        lose(hosts[1])
-        for agent in (back, agents[2]):
-            agent.wait_for(seen(2, 3))
-        job.gate.open()
-        assert [agent.finish().returncode for agent in (back, agents[2])] == [0, 0]
-        folder.remove(job.folder_of(hosts[1].address))  # its memory, which it had no time to clean up
+        wait_for([back, *agents[1:]], seen(3, 2))
+        job.lose(hosts[1])
+        wait_for([back, agents[2]], seen(2, 3))
+        job.finish([back, agents[2]])
         assert job.folders() == []
         assert job.keepers() == []
         assert "supervises this run: ext_etcd" in back.err
@@ -214,25 +180,17 @@ def test_the_member_that_is_left_of_a_lost_majority_makes_way_for_a_new_etcd(tmp
     """Two of three hosts are lost at once, and so is their data. The agent of the third one gives up, and is started again."""
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
-
-        def start(number: int) -> Job:
-            settings = {"last_call": "30", "join_timeout": "40"}
-            return job.start("3", inside=hosts[number].inside, name=f"n{number}", **settings)
-
-        first = [start(number) for number in range(3)]
-        for agent in first:
-            agent.wait_for(seen(3, 0))
-        for number in (1, 2):
-            lose(hosts[number])
-            folder.remove(job.folder_of(hosts[number].address))  # its memory
+        settings = {"last_call": "30", "join_timeout": "40"}
+        first = job.start_on(hosts, "3", **settings)
+        wait_for(first, seen(3, 0))
+        for host in hosts[1:]:
+            job.lose(host)
         assert first[0].finish().returncode == 75
-        for number in (1, 2):
-            revive(hosts[number])
-        again = [start(number) for number in range(3)]
-        for agent in again:
-            agent.wait_for(seen(3, 0))
-        job.gate.open()
-        assert [agent.finish().returncode for agent in again] == [0, 0, 0]
+        for host in hosts[1:]:
+            revive(host)
+        again = job.start_on(hosts, "3", **settings)
+        wait_for(again, seen(3, 0))
+        job.finish(again)
 
 
 def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_new_etcd(tmp_path):
@@ -244,13 +202,11 @@ def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_
             return job.start("2", inside=hosts[number].inside, name=f"n{number}")
 
         stays, other = start(0), start(1)
-        for agent in (stays, other):
-            agent.wait_for(seen(2, 0))
+        wait_for([stays, other], seen(2, 0))
         start(2).wait_for("runs a member")
-        for number in (1, 2):
-            lose(hosts[number])
-            folder.remove(job.folder_of(hosts[number].address))  # its memory
-            revive(hosts[number])
+        for host in hosts[1:]:
+            job.lose(host)
+            revive(host)
         again = {number: start(number) for number in (1, 2)}
 
         def two_again() -> bool:
@@ -261,8 +217,7 @@ def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_
             return len(re.findall('"world": 2', stays.out)) == 2
 
         until(two_again, limit_s=TIMEOUT_S)
-        job.gate.open()
-        assert stays.finish().returncode == 0
+        job.finish([stays])
         assert "has had no majority for 60 s" in stays.err
 
 
@@ -273,10 +228,8 @@ def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member
     for pid in keepers:
         os.kill(pid, signal.SIGUSR1)
         os.kill(pid, signal.SIGUSR2)
-    laptop.gate.open()
-    done = agent.finish()
-    assert done.returncode == 0, done.err
-    assert "is gone; starting another" not in done.err
+    laptop.finish([agent])
+    assert "is gone; starting another" not in agent.err
     assert laptop.folders() == []
 
 
@@ -294,18 +247,14 @@ def test_a_node_cut_off_alone_comes_back(tmp_path, monkeypatch):
         monkeypatch.setenv(name, "7")
     settings = {"join_timeout": "300", "lease_ttl": "4", "rejoin_timeout": "0", "last_call": TOGETHER}
     with hosts_of(tmp_path, 3) as (job, hosts):
-        agents = [job.start("2:3", inside=host.inside, name=f"n{number}", **settings) for number, host in enumerate(hosts)]
-        for agent in agents:
-            agent.wait_for(seen(3, 0))
+        agents = job.start_on(hosts, "2:3", **settings)
+        wait_for(agents, seen(3, 0))
         subprocess.run([*hosts[2].inside, "ip", "link", "set", "net0", "down"], check=True)
-        for agent in agents[:2]:
-            agent.wait_for(seen(2, 1))
+        wait_for(agents[:2], seen(2, 1))
         agents[2].wait_for("etcd endpoint .* failed", count=10)  # its lease is over by then
         revive(hosts[2])
-        for agent in agents:
-            agent.wait_for('"world": 3', count=2)
-        job.gate.open()
-        assert [agent.finish().returncode for agent in agents] == [0, 0, 0]
+        wait_for(agents, '"world": 3', count=2)
+        job.finish(agents)
 
 
 @pytest.mark.seam

@@ -55,8 +55,7 @@ def test_a_job_that_is_done_leaves_no_file(tmp_path):
         job = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
         agent = job.start("1", etcd_data_dir=str(tmp_path / "shared"))
         agent.wait_for('"attempt": 0')
-        job.gate.open()
-        assert agent.finish().returncode == 0, agent.err
+        job.finish([agent])
         assert files(tmp_path / "shared") == []
 
 
@@ -89,15 +88,9 @@ def test_records_come_back_with_the_time_that_they_had_left_and_the_newest_file_
     with ExitStack() as stack:
         one = Etcd(stack, tmp_path, "localhost", tmp_path / "shared", 0)
         lease = LeaseSession(one.client, 1000)
-        one.client.txn(
-            [],
-            [
-                Put(one.keys.ledger, b"\xff\x00ledger", lease_id=lease.lease_id),
-                Put(one.keys.refusal("bad"), "broken", lease_id=lease.lease_id),
-                Put(one.keys.charge(3), ""),
-                Put(one.keys.header, "not outliving"),
-            ],
-        )
+        leased = [(one.keys.ledger, b"\xff\x00ledger"), (one.keys.refusal("bad"), "broken")]
+        others = [(one.keys.charge(3), ""), (one.keys.header, "not outliving")]
+        one.client.txn([], [*(Put(*each, lease_id=lease.lease_id) for each in leased), *(Put(*each) for each in others)])
         lease.stop_renewing()
         one.close()
         assert len(files(tmp_path / "shared")) == 1
@@ -116,14 +109,11 @@ def test_records_come_back_with_the_time_that_they_had_left_and_the_newest_file_
 
 
 def test_a_file_of_somebody_else_is_passed_over(tmp_path):
-    good = saved_keys.SavedFile("x", 1, 5, 0, ())
-    stem = saved_keys._stem("r")
-    (tmp_path / f"{stem}.a.json").write_text("{}")
-    (tmp_path / f"{stem}.b.json").write_text('{"schema": 1, "launch": "x", "starts": 1, "revision": 5, "at": 0, "keys": []}')
-    (tmp_path / f"{saved_keys._stem('other')}.c.json").write_text(
-        '{"schema": 1, "launch": "x", "starts": 9, "revision": 5, "at": 0, "keys": []}'
-    )
-    assert saved_keys.newest(tmp_path, "r") == good
+    saved = {"schema": 1, "launch": "x", "starts": 1, "revision": 5, "at": 0, "keys": []}
+    (tmp_path / f"{saved_keys._stem('r')}.a.json").write_text("{}")
+    (tmp_path / f"{saved_keys._stem('r')}.b.json").write_text(json.dumps(saved))
+    (tmp_path / f"{saved_keys._stem('other')}.c.json").write_text(json.dumps({**saved, "starts": 9}))
+    assert saved_keys.newest(tmp_path, "r") == saved_keys.SavedFile("x", 1, 5, 0, ())
 
 
 @pytest.mark.seam

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -12,18 +13,35 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
+from elastic_ext.failures.policy import Decision
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
 from elastic_ext.rendezvous.place import Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.round_records import State
 
 
+def agent_policy(nodes: int) -> AgentPolicy:
+    policy = AgentPolicy(Settings(), nodes, lambda: None)
+    policy.max_restarts = 5
+    return policy
+
+
 def judged(**more: frozenset[str]) -> Judgement:
     """Of the second of two crashes on one of three nodes, which shows that it is bad. more: of the reports."""
-    policy = AgentPolicy(Settings(), 2, lambda: None)
-    policy.max_restarts = 5
+    policy = agent_policy(2)
     crash = encode_report(Report("c", classify(Evidence(rank=2, signal="SIGSEGV", step=0, node="c"))))
     first = policy.judge(RoundReports(1, {"c-1": crash}, {"c-1": 1}, {}, 3, {}, **more), "")
     return policy.judge(RoundReports(2, {"c-1": crash}, {"c-1": 2}, {}, 3, {}, **more), first.ledger)
+
+
+def with_progress(policy: AgentPolicy, times: int, signal: str, nodes: int, **more: Any) -> Decision:
+    """On the last of so many failures of one of so many nodes, with progress in between."""
+    ledger = ""
+    for number in range(1, times + 1):
+        failed = classify(Evidence(rank=2 * number, signal=signal, step=5, first_step_done=True, node="c"))
+        told = encode_report(Report("c", failed, resumed_at=10 * number))
+        found = policy.judge(RoundReports(number, {"c-1": told}, {"c-1": number}, {}, nodes, {}, **more), ledger)
+        ledger = found.ledger
+    return decode_verdict(found.verdict).decision
 
 
 @pytest.mark.parametrize(
@@ -45,22 +63,14 @@ def test_a_name_that_several_machines_have_is_not_refused(ambiguous: tuple[str, 
 def test_failures_of_several_machines_of_one_name_are_not_counted_against_one(
     ambiguous: tuple[str, ...], response: Response
 ) -> None:
-    policy, ledger = AgentPolicy(Settings(), 2000, lambda: None), ""
-    policy.max_restarts = 5
-    for number in (1, 2):  # with progress in between
-        crash = classify(Evidence(rank=2 * number, signal="SIGSEGV", step=5, first_step_done=True, node="c"))
-        told = encode_report(Report("c", crash, resumed_at=10 * number))
-        reports = RoundReports(number, {"c-1": told}, {"c-1": number}, {}, 2048, {}, ambiguous=frozenset(ambiguous))
-        found = policy.judge(reports, ledger)
-        ledger = found.ledger
-    assert decode_verdict(found.verdict).decision.response is response
+    decision = with_progress(agent_policy(2000), 2, "SIGSEGV", 2048, ambiguous=frozenset(ambiguous))
+    assert decision.response is response
 
 
 @pytest.mark.parametrize(("ambiguous", "rule"), [((), "cut-again"), (("c",), "network-cut")])
 def test_cuts_of_several_machines_of_one_name_are_not_counted_against_one(ambiguous: tuple[str, ...], rule: str) -> None:
     """The node that others miss has nothing to report itself."""
-    policy, ledger = AgentPolicy(Settings(), 3, lambda: None), ""
-    policy.max_restarts = 5
+    policy, ledger = agent_policy(3), ""
     gone = RaisedException("torch.distributed.DistBackendError", "NCCL error: remote process exited")
     for number, host in enumerate("ab", 1):
         found = classify(Evidence(rank=number, exception=gone, step=5, first_step_done=True, node=host))
@@ -138,11 +148,4 @@ def test_only_silence_that_was_seen_counts(looks: list[tuple[float | None, float
 @pytest.mark.parametrize(("nodes", "members", "rule"), [(12, 8, "bus-error"), (13, 12, "bad-node")])
 def test_spares_do_not_count_among_the_nodes_that_may_fail_by_chance(nodes: int, members: int, rule: str) -> None:
     """Of 8 nodes one may have three failures in a row by chance, however many wait."""
-    policy, ledger = AgentPolicy(Settings(), members, lambda: None), ""
-    policy.max_restarts = 5
-    for number in (1, 2, 3):  # with progress in between
-        ill = classify(Evidence(rank=2 * number, signal="SIGBUS", step=5, first_step_done=True, node="c"))
-        told = encode_report(Report("c", ill, resumed_at=10 * number))
-        found = policy.judge(RoundReports(number, {"c-1": told}, {"c-1": number}, {}, nodes, {}, members=members), ledger)
-        ledger = found.ledger
-    assert decode_verdict(found.verdict).decision.rule == rule
+    assert with_progress(agent_policy(members), 3, "SIGBUS", nodes, members=members).rule == rule

@@ -139,14 +139,7 @@ DONE = (dataclasses.replace(DRAIN, released=True, step=40),)
         (RAN, NEXT, OTHERS, DONE, Ending.DRAINED, "n2 has left: saved step 40, round 4 runs with 3 nodes"),
         (RAN, NEXT, OTHERS, (), Ending.DRAINED, "n2 has left: round 4 runs with 3 nodes"),  # it was lost before
         (SPARE, HEADER, OTHERS, DONE, Ending.DRAINED, "round 3 runs with 3 nodes"),
-        (
-            RAN,
-            Header(3, State.DONE, reason="all workers have finished"),
-            OTHERS,
-            (),
-            Ending.DRAINED,
-            "n2 is free; the job has ended",
-        ),
+        (RAN, Header(3, State.DONE, reason="finished"), OTHERS, (), Ending.DRAINED, "n2 is free; the job has ended"),
         (RAN, Header(3, State.CLOSED, reason="a bug"), OTHERS, (), Ending.NO_JOB, "the job has ended: a bug"),
         (RAN, None, OTHERS, (), None, ""),  # its nodes write a lost header again
         (RAN, None, frozenset(), (), Ending.NO_JOB, "the job is gone"),

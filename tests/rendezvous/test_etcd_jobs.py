@@ -56,6 +56,9 @@ class Nodes:
         for name in names or self.jobs:
             self.jobs[name].wait_for(pattern)
 
+    def attempts(self) -> set[int]:
+        return {line["attempt"] for line in reports(*self.jobs.values())}
+
     def open_gate(self) -> None:
         self.gate.open()
 

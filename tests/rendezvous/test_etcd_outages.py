@@ -100,9 +100,6 @@ class Watched(Nodes):
     def pids(self, attempt: int) -> dict[str, int]:
         return {line["node"]: line["pid"] for line in reports(*self.jobs.values()) if line["attempt"] == attempt}
 
-    def attempts(self) -> set[int]:
-        return {line["attempt"] for line in reports(*self.jobs.values())}
-
     def leading(self) -> str:
         """The name of the node that leads the rendezvous: its key is the oldest, and its agent's pid is in the node's id."""
         keys = [event.kv for event in self.history.all() if event.kv.key.startswith(KEYS.nodes.encode())]

@@ -138,16 +138,6 @@ def test_a_store_that_never_answers_holds_up_no_decision(frozen_store, connected
 
 
 @pytest.mark.seam
-def test_what_hangs_in_the_store_of_a_round_does_no_harm_in_the_next(frozen_store, store):
-    server, _, frozen = frozen_store
-    server.pause()
-    states = NodeStates(LONG_S)
-    for _ in range(4):
-        assert states.swap(RoundStore("localhost", frozen.port, 1, 2), "1", 0.05) is None
-    assert states.swap(RoundStore("localhost", store.port, 1, 2), "1", LONG_S) == ["0"]
-
-
-@pytest.mark.seam
 def test_a_process_that_ends_waits_for_calls_of_all_rounds(frozen_store, store):
     server, _, frozen = frozen_store
     server.pause()

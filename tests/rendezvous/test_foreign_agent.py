@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from elastic_ext.base import log_records, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.one_machine import OneMachine
 from elastic_ext.rendezvous.handler import EtcdRendezvous
-from tests.jobs import SCRIPTS, Gate, Job, wait_gone
+from tests.jobs import SCRIPTS, Job
 from tests.ports import free_port
 from tests.until import until
 
@@ -62,28 +62,6 @@ def test_a_worker_of_one_of_two_nodes_fails_and_both_restart(backend, endpoint, 
             assert job.err.count(WARNING) == 1
         assert set(worlds(first) + worlds(second)) == {3}
         assert (first.out + second.out).count("finished") == 3
-
-
-@pytest.mark.full
-def test_nodes_join_and_etcd_notices_one_that_is_lost(server, tmp_path):
-    """That a node joins is news on either backend in the loop below."""
-    gate = Gate(tmp_path / "gate")
-    with ExitStack() as stack:
-
-        def agent(name: str) -> Job:
-            return stack.enter_context(start(tmp_path, "ext_etcd", server.endpoint, "1:2", ELASTIC, NODE=name, GATE="gate"))
-
-        first = agent("a")
-        first.wait_for('"world": 1')
-        second = agent("b")
-        second.wait_for('"world": 2')
-        first.wait_for('"world": 2')
-        second.process.kill()
-        first.wait_for('"world": 1', count=2)
-        gate.open()
-        assert first.finish().returncode == 0, first.err
-        left = [json.loads(line)["pid"] for line in re.findall(r"\{\"rank\".*\}", second.out)]
-        assert wait_gone(left) == []
 
 
 @contextmanager

@@ -109,17 +109,6 @@ def test_a_late_agent_does_not_write_for_the_next_job(client, same_host):
     assert agent(client, "b", rank=1, job="next").share(Spent()).spent.by_state[PRODUCTIVE] == same_host
 
 
-def test_a_late_agent_whose_successor_has_begun_adds_nothing_twice(client):
-    """The scheduler has started the job again; the new agent has already counted the time up to its start as idle."""
-    late = agent(client, "a")
-    late.share(SECOND)
-    begin_job(client, "again")
-    agent(client, "a", job="again").share(SECOND)
-    with pytest.raises(OtherJob):
-        late.share(SECOND)
-    assert productive(client) == {"a": 2}
-
-
 def test_a_job_that_changes_hands_during_the_write(client, monkeypatch):
     """Between the look at the header and the write."""
     late, txn = agent(client, "a"), EtcdClient.txn

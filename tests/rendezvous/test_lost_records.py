@@ -56,9 +56,6 @@ class Trio(Nodes):
     def agents(self) -> list[int]:
         return [job.process.pid for job in self.jobs.values()]
 
-    def attempts(self) -> set[int]:
-        return {line["attempt"] for line in reports(*self.jobs.values())}
-
     def keys(self, below: str) -> list[str]:
         return [kv.key.decode()[len(PREFIX + below) :] for kv in self.client.get_prefix(PREFIX + below).kvs]
 

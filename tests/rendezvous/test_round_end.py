@@ -35,23 +35,13 @@ def test_a_round_ends_by_its_header(header, kind):
     assert (ended.kind if ended is not None else None) is kind
 
 
-def left_at_first(closed: list[str]) -> EtcdRendezvous:
-    """A rendezvous whose way out is interrupted once."""
-    rendezvous = object.__new__(EtcdRendezvous)
-    rendezvous._left = False
-    rendezvous.part = SimpleNamespace(server=None)
-    rendezvous._own_store = SimpleNamespace(close=lambda: closed.append("store"))
-
+def test_an_interrupted_leave_is_completed_by_the_next():
     def leave() -> None:
         raise KeyboardInterrupt
 
-    rendezvous._place = SimpleNamespace(leave=leave)
-    return rendezvous
-
-
-def test_an_interrupted_leave_is_completed_by_the_next():
-    closed: list[str] = []
-    rendezvous = left_at_first(closed)
+    rendezvous, closed = object.__new__(EtcdRendezvous), []
+    rendezvous._left, rendezvous.part, rendezvous._place = False, SimpleNamespace(server=None), SimpleNamespace(leave=leave)
+    rendezvous._own_store = SimpleNamespace(close=lambda: closed.append("store"))
     with pytest.raises(KeyboardInterrupt):
         rendezvous.leave()
     rendezvous.leave()

@@ -6,9 +6,10 @@ ELASTIC_EXT_TEST_JOBS says how many random jobs there are, ELASTIC_EXT_TEST_SEED
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,11 +74,11 @@ class Few:
         self.world.until(lambda: node.participant.registration.created)
         return node
 
-    def until_round(self, number: int, names: str = "") -> None:
+    def until_round(self, number: int, names: Iterable[str] = "") -> None:
         """Run until these nodes are in that round, or all are."""
         self.world.until(lambda: all(self.nodes[name].round == number for name in names or self.nodes))
 
-    def next_round(self, number: int, names: str = "") -> None:
+    def next_round(self, number: int, names: Iterable[str] = "") -> None:
         """Let these nodes, or all, stop their workers and go on to that round."""
         for name in names or self.nodes:
             self.nodes[name].ready(number - 1)
@@ -85,13 +86,15 @@ class Few:
 
     def until_stored(self, holds: Callable[[Header], object]) -> Header:
         """Run until the store holds a header of which this is true."""
-        self.world.until(lambda: (header := stored(self.world)) is not None and holds(header))
-        header = stored(self.world)
-        assert header is not None
-        return header
+        return self.world.until(lambda: header if (header := stored(self.world)) is not None and holds(header) else None)
 
     def until_broken(self, number: int = 1) -> Header:
         return self.until_stored(lambda header: (header.round, header.state) == (number, State.BROKEN))
+
+    def break_round(self, name: str) -> Header:
+        """Let this node end round 1."""
+        self.nodes[name].participant.end_round(1, State.BROKEN, f"{name} ends it")
+        return self.until_broken()
 
     def says(self, name: str) -> Record | None:
         """Return what a node has written of itself."""
@@ -99,10 +102,7 @@ class Few:
         return decode(Record, kv.value, name) if kv is not None else None
 
     def until_says(self, name: str, holds: Callable[[Record], object]) -> Record:
-        self.world.until(lambda: (says := self.says(name)) is not None and holds(says))
-        says = self.says(name)
-        assert says is not None
-        return says
+        return self.world.until(lambda: says if (says := self.says(name)) is not None and holds(says) else None)
 
     def leader(self) -> str:
         """Return the node that leads. For a moment after an outage, one that led before takes itself for the leader as well."""
@@ -127,10 +127,6 @@ class Few:
         return [(header.round, header.state) for header in self.written()]
 
 
-def one() -> Few:
-    return Few("a")
-
-
 # What a node says of itself.
 
 
@@ -144,7 +140,7 @@ def test_a_write_that_fails_is_tried_again():
 
 
 def test_what_was_said_last_stays_said():
-    few = one()
+    few = Few("a")
     node = few.nodes["a"]
     node.client.before("/nodes/a", no_answer)
     node.part.report_stall(True)
@@ -157,7 +153,7 @@ def test_what_was_said_last_stays_said():
 
 def test_what_is_said_again_is_not_written():
     """Agents repeat their claims at each check."""
-    few = one()
+    few = Few("a")
     node, reach = few.nodes["a"], Reach(("10.0.0.1",), (Silent(0, "10.0.0.2", 20.0),))
     node.part.report_quiet(reach)
     few.until_says("a", lambda said: said.quiet == 1)
@@ -170,7 +166,7 @@ def test_what_is_said_again_is_not_written():
 
 
 def test_what_is_done_counts_for_its_round():
-    few = one()
+    few = Few("a")
     node = few.nodes["a"]
     node.client.before("/nodes/a", no_answer)
     node.part.done()
@@ -188,8 +184,7 @@ def test_a_node_that_has_finished_says_so_while_it_waits():
     few = Few("ab")
     few.nodes["a"].part.done()
     few.until_says("a", lambda said: said.done == 1)
-    few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
-    few.until_broken()
+    few.break_round("b")
     few.nodes["a"].ready(1)
     assert few.until_says("a", lambda said: said.after == 1).done == 1
 
@@ -197,16 +192,21 @@ def test_a_node_that_has_finished_says_so_while_it_waits():
 # Elections.
 
 
-def test_a_leader_that_is_cut_off_is_replaced():
-    """And comes back as the last one."""
+@pytest.mark.parametrize(
+    ("name", "go", "leads"),
+    [("a", lambda node: node.cut(3 * TTL_S), "b"), ("b", lambda node: node.freeze(2 * TTL_S), "a")],
+    ids=["the-leader-is-cut-off", "another-stands-still"],
+)
+def test_a_node_that_is_away_beyond_its_lease_comes_back_as_the_last(name, go, leads):
     few = Few("abc", Limits(2, 3, 5.0))
-    few.nodes["a"].cut(3 * TTL_S)
-    few.until_broken()
-    few.next_round(2, "bc")
+    go(few.nodes[name])
+    assert few.until_broken().lost == name
+    few.next_round(2, "abc".replace(name, ""))
     assert stored(few.world).nodes == 2
-    few.until_broken(2)  # a is back, and waits
+    few.until_broken(2)  # it is back, and waits
     few.next_round(3)
-    assert few.leader() == "b"
+    assert few.leader() == leads
+    assert [number for number, state in few.headers() if state is State.RUNNING] == [1, 2, 3]
 
 
 def test_a_predecessor_that_registers_again_comes_last():
@@ -218,24 +218,6 @@ def test_a_predecessor_that_registers_again_comes_last():
     few.nodes["a"].kill()
     few.until_broken(2)
     assert few.leader() == "c"
-
-
-def test_both_before_a_node_are_lost():
-    few = Few("abc", Limits(1, 3, 5.0))
-    few.nodes["a"].kill()
-    few.nodes["b"].kill()
-    few.until_broken()
-    few.next_round(2, "c")
-    assert few.leader() == "c"
-
-
-def test_a_link_cut_during_the_election_delays_it():
-    few = Few("ab", joined=False, limits=Limits(2, 2, 0.0))
-    few.nodes["b"].client.before("get the last of", no_answer)
-    few.client.delete(KEYS.last_node)
-    few.nodes["a"].kill()
-    few.world.run(2 * TTL_S)
-    assert few.leader() == "b"
 
 
 @pytest.mark.parametrize("content", [None, "{}"], ids=["deleted", "overwritten"])
@@ -275,7 +257,7 @@ def test_the_store_comes_back_after_a_node_has_missed_its_key():
 
 def test_a_node_registered_again_does_not_lead_yet():
     """Others may have registered before. All stood still, say: then each of them has led for a moment."""
-    few = one()
+    few = Few("a")
     node = few.nodes["a"]
     written: list[bool] = []
 
@@ -292,18 +274,25 @@ def test_a_node_registered_again_does_not_lead_yet():
     node.join(1)
 
 
-def test_a_leader_wakes_between_assignments_and_header():
-    """It stood still for longer than its lease: its header is not written, and its assignment counts for no round."""
+@pytest.mark.parametrize(("before", "vain"), [("/assign/", 0), ("/job/round", 1)], ids=["assignments", "header"])
+def test_a_leader_wakes_before_it_writes_the_next_round(before, vain):
+    """It stood still for longer than its lease. What it writes counts for no round, and what was written meanwhile stays.
+
+    vain: seals of assignments that belong to no round.
+    """
     few = Few("abc", Limits(2, 4, 5.0), joined=False)
-    few.nodes["a"].client.before("/job/round", lambda: few.nodes["a"].freeze(2 * TTL_S))
+    few.nodes["a"].client.before(before, lambda: few.nodes["a"].freeze(2 * TTL_S))
     few.until_round(1, "bc")
-    header = stored(few.world)
-    assert header.nodes == 2
+    assert stored(few.world).nodes == 2
     few.until_broken()  # a is there again, and waits
     assert few.nodes["a"].round == 0
     few.next_round(2)
-    assert few.headers()[0] == (1, State.RUNNING)
     assert few.leader() == "b"
+    assert few.headers()[0] == (1, State.RUNNING)
+    written = [event.kv for event in few.world.history if event.kv.key.startswith(KEYS.assignments.encode())]
+    seals = {decode(Assignment, kv.value, "assign").seal for kv in written if kv.value}
+    sealed = {header.seal for header in few.written() if header.state is State.RUNNING}
+    assert (len(seals - sealed), sealed - seals) == (vain, set())
 
 
 @pytest.mark.parametrize("names", ["abc", "abcd"], ids=["members", "a-new-one-too"])
@@ -312,8 +301,7 @@ def test_a_leader_is_lost_between_assignments_and_header(names):
     few = Few("abc", Limits(2, 4, 5.0))
     for name in names[3:]:
         few.nodes[name] = few.add(name)
-    few.nodes["b"].participant.end_round(1, State.BROKEN, "b asks for it")
-    few.until_broken()
+    few.break_round("b")
     lost: list[float] = []
 
     def lose() -> None:
@@ -343,30 +331,6 @@ def test_ranks_move_once_although_a_leader_is_lost_between_assignments_and_heade
     assert seats == [0, 1, 2]
 
 
-def test_a_leader_wakes_before_it_writes_assignments():
-    """Those of the round that was sealed meanwhile stay."""
-    few = Few("abc", Limits(2, 4, 5.0), joined=False)
-    few.nodes["a"].client.before("/assign/", lambda: few.nodes["a"].freeze(2 * TTL_S))
-    few.until_round(1, "bc")
-    few.until_broken()
-    few.next_round(2)
-    written = [event.kv for event in few.world.history if event.kv.key.startswith(KEYS.assignments.encode())]
-    seals = {decode(Assignment, kv.value, "assign").seal for kv in written if kv.value}
-    assert seals == {header.seal for header in few.written() if header.state is State.RUNNING}
-
-
-def test_an_assignment_of_another_attempt_counts_nothing():
-    """What a leader leaves that was frozen for longer than its lease between writing the assignments and the header."""
-    few = one()
-    few.client.put(KEYS.assignment("b"), encode(Assignment(1, rank=0, base_rank=0, base_role_rank=0, role_world=1)))
-    few.nodes["b"] = few.add("b")
-    for _ in range(2):
-        few.nodes["b"].participant.tasks.post(few.nodes["b"].participant.header_record.read)
-        few.nodes["b"].ready(0)
-        few.world.run(2.0)
-    assert (few.nodes["b"].participant.header.round, few.nodes["b"].round) == (1, 0)
-
-
 # Verdicts.
 
 
@@ -390,38 +354,34 @@ class Decides(Restarts):
         return dataclasses.replace(judged, verdict=encode_verdict(verdict))
 
 
-def before_the_verdict(few: Few, action: Callable[[], object]) -> None:
-    """Do this when the leader has read the ledger and judged, just before it writes."""
-    client = few.nodes["a"].client
-    client.before("get /elastic_ext/job/ledger", lambda: client.before("/job/round", action))
+MEANWHILE: dict[str, tuple[Callable[[Few], object], int, bool]] = {  # what happens, what is charged, whether it is judged again
+    "it stands still": (lambda few: few.nodes["a"].freeze(2 * TTL_S), 1, True),
+    "its answer is lost": (lambda few: setattr(few.nodes["a"].client, "lose_answers", 1), 1, False),
+    "the ledger changes": (lambda few: few.client.put(KEYS.ledger, encode_ledger(Ledger(charged=5))), 6, True),
+    "it leads no more": (lambda few: few.client.delete(KEYS.node("a")), 1, True),
+    "it is lost": (lambda few: few.nodes["a"].kill(), 1, True),
+}
 
 
-def test_two_leaders_write_one_verdict():
-    """The first stands still just before it would write its own."""
+@pytest.mark.parametrize(("happens", "charged", "again"), MEANWHILE.values(), ids=MEANWHILE)
+def test_a_failure_is_charged_once_whatever_befalls_the_leader(happens, charged, again):
+    """When it has read the ledger and judged, just before it writes the verdict."""
     few = Few("abc", Limits(2, 3, 5.0))
-    before_the_verdict(few, lambda: few.nodes["a"].freeze(2 * TTL_S))
+    client = few.nodes["a"].client
+    client.before("get /elastic_ext/job/ledger", lambda: client.before("/job/round", lambda: happens(few)))
     fail(few, "c")
     verdict = few.until_stored(lambda header: header.verdict).verdict
     few.world.run(3 * TTL_S)
-    assert (few.ledger().charged, few.until_stored(lambda header: True).verdict) == (1, verdict)
-    assert len(few.policy.judged) == 2
-
-
-def test_a_verdict_without_an_answer_counts_once():
-    few = Few("ab")
-    before_the_verdict(few, lambda: setattr(few.nodes["a"].client, "lose_answers", 1))
-    fail(few, "b")
-    few.until_stored(lambda header: header.verdict)
-    few.next_round(2)
-    assert (few.ledger().charged, len(few.ledger().verdicts)) == (1, 1)
+    assert few.until_stored(lambda header: True).verdict == verdict
+    assert (few.ledger().charged, len(few.ledger().verdicts), len(few.policy.judged) > 1) == (charged, 1, again)
+    few.next_round(2, [name for name, node in few.nodes.items() if node.lives])
 
 
 def test_a_node_that_came_too_late_for_a_round_leaves_by_its_verdict():
     """The others miss it, and wait until it is gone."""
     leaves = Decides("c", response=Response.REPLACE_NODE, action=Action.STOP, exit_code=69)
     few = Few("abc", Limits(2, 3, 5.0), policy=leaves)
-    few.nodes["b"].participant.end_round(1, State.BROKEN, "b asks for it")
-    few.until_broken()
+    few.break_round("b")
     few.nodes["c"].ready(1)
     few.until_says("c", lambda node: node.after == 1)
     few.nodes["c"].cut(5.0)
@@ -439,17 +399,9 @@ def test_a_node_that_came_too_late_for_a_round_leaves_by_its_verdict():
     few.until_round(3, "ab")
 
 
-def test_a_ledger_that_changes_meanwhile_is_read_again():
-    few = Few("ab")
-    before_the_verdict(few, lambda: few.client.put(KEYS.ledger, encode_ledger(Ledger(charged=5))))
-    fail(few, "b")
-    few.until_stored(lambda header: header.verdict)
-    assert few.ledger().charged == 6
-
-
 def test_launches_of_one_round_are_charged_each():
     """A scheduler starts the job again after each failure, and each launch begins with round 1."""
-    few = one()
+    few = Few("a")
     for launch in range(3):
         fail(few, "a")
         few.until_stored(lambda header: header.verdict)
@@ -473,24 +425,6 @@ def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger():
         few.next_round(number + 1)
         few.client.txn([], [Delete(key, prefix=True) for key in lost])
         few.world.until(lambda: is_whole(few))
-
-
-def test_a_leader_that_leads_no_more_judges_nothing():
-    few = Few("abc")
-    before_the_verdict(few, lambda: few.client.delete(KEYS.node("a")))
-    fail(few, "c")
-    few.until_stored(lambda header: header.verdict)
-    assert len(few.policy.judged) > 1
-    assert few.ledger().charged == 1
-
-
-def test_the_leader_is_lost_before_it_judges():
-    few = Few("abc", Limits(2, 3, 5.0))
-    few.nodes["a"].client.before("get /elastic_ext/job/ledger", few.nodes["a"].kill)
-    fail(few, "c")
-    few.until_stored(lambda header: header.verdict)
-    few.next_round(2, "bc")
-    assert few.ledger().charged == 1
 
 
 # Too few are left.
@@ -527,23 +461,6 @@ def test_a_job_of_too_few_ends_to_be_requeued(lost):
 # Records that are lost, or written over.
 
 
-@pytest.mark.parametrize("record", ["", '{"schema": 1, "min_nodes": 7, "max_nodes": 9}', '{"schema": 2}'])
-def test_the_jobs_record_comes_back_under_its_lease(record):
-    """It is written over, without a lease, while a round runs."""
-    few = one()
-    node, ours = few.nodes["a"], few.client.get(KEYS.job).kv
-    few.client.put(KEYS.job, record or ours.value)
-
-    def is_back() -> bool:
-        kv = few.client.get(KEYS.job).kv
-        return kv is not None and (kv.value, kv.lease_id) == (ours.value, ours.lease_id)
-
-    few.world.until(is_back)
-    assert node.failure is None
-    node.participant.end_round(1, State.BROKEN, "over")
-    node.join(1)
-
-
 @pytest.mark.parametrize("blank", ["", " "])
 def test_a_job_begins_over_a_record_without_lease(blank):
     few = Few("", Limits(1, 1, 0.0), joined=False)
@@ -554,7 +471,7 @@ def test_a_job_begins_over_a_record_without_lease(blank):
 
 
 def test_a_round_ends_while_its_header_is_gone():
-    few = one()
+    few = Few("a")
     few.client.delete(KEYS.header)
     few.nodes["a"].participant.end_round(1, State.BROKEN, "its end")
     assert few.until_broken().reason == "its end"
@@ -562,7 +479,7 @@ def test_a_round_ends_while_its_header_is_gone():
 
 def test_a_round_that_is_over_stays_over():
     """A node that had missed the news has written again what it knew."""
-    few = one()
+    few = Few("a")
     node = few.nodes["a"].participant
     first = node.header
     node.end_round(1, State.BROKEN, "over")
@@ -598,7 +515,7 @@ def test_an_assignment_is_restored_although_the_header_changes():
 
 def test_the_jobs_name_stays_and_others_differ():
     """Who may commit checkpoints is found by it (checkpoints/directory/generations.py)."""
-    few = one()
+    few = Few("a")
     node = few.nodes["a"]
     name = node.participant.header.job
     few.client.delete_prefix(KEYS.prefix)
@@ -621,7 +538,7 @@ THEIRS = Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")
 @pytest.mark.parametrize("header", [Delete(KEYS.header), Put(KEYS.header, encode(THEIRS))], ids=["no-round", "its-round-first"])
 def test_another_job_has_taken_the_run_id(header):
     """Where both are there, the watch on the header delivers before that on the settings."""
-    few = one()
+    few = Few("a")
     few.client.txn([], [Put(KEYS.job, OTHERS), header])
     few.world.until(lambda: few.nodes["a"].failure)
     assert "another job with other settings has taken this --rdzv-id" in str(few.nodes["a"].failure)
@@ -649,9 +566,12 @@ def test_a_deleted_record_comes_back(key):
     all_comes_back(few, lambda: few.client.delete_prefix(key or KEYS.prefix))
 
 
-@pytest.mark.parametrize("content", GARBLED)
-@pytest.mark.parametrize("key", [KEYS.header, KEYS.job, KEYS.assignment("a"), KEYS.assignment("c"), KEYS.node("b")])
-def test_an_unreadable_record_is_replaced(key, content):
+RECORDS = [KEYS.header, KEYS.job, KEYS.assignment("a"), KEYS.assignment("c"), KEYS.node("b")]
+
+
+@pytest.mark.parametrize(("key", "content"), [*itertools.product(RECORDS, GARBLED), (KEYS.job, OTHERS), (KEYS.job, None)])
+def test_a_record_that_is_written_over_comes_back_under_its_lease(key, content):
+    """None: by what it was, without a lease."""
     few = Few("abc")
     ours = few.client.get(key).kv
 
@@ -659,15 +579,20 @@ def test_an_unreadable_record_is_replaced(key, content):
         kv = few.client.get(key).kv
         return kv is not None and (kv.value, kv.lease_id) == (ours.value, ours.lease_id)
 
-    all_comes_back(few, lambda: few.client.put(key, content), is_back)
+    all_comes_back(few, lambda: few.client.put(key, ours.value if content is None else content), is_back)
 
 
-def test_a_node_whose_key_is_deleted_returns():
-    """To the leader this looks like the node's death."""
+@pytest.mark.parametrize("name", ["a", "b"], ids=["the-leader", "another"])
+def test_a_node_whose_key_is_deleted_returns(name):
+    """To the leader this looks like the node's death. Its own key it may write again before the next node has looked."""
     few = Few("abc")
-    few.client.delete(KEYS.node("b"))
-    assert few.until_broken().lost == "b"
-    few.next_round(2)
+    few.client.delete(KEYS.node(name))
+    few.world.run(2 * TTL_S)
+    if name == "b" or stored(few.world).state is State.BROKEN:
+        assert few.until_broken().lost == name
+        few.next_round(2)
+    assert is_whole(few)
+    few.leader()
 
 
 def test_the_answer_to_a_key_written_again_is_lost():
@@ -678,18 +603,6 @@ def test_the_answer_to_a_key_written_again_is_lost():
     few.world.run(TTL_S)
     few.nodes["b"] = few.add("b")
     few.until_broken()
-
-
-def test_the_leaders_own_key_is_deleted():
-    """If it is written again before the next node has looked, nothing else happens."""
-    few = Few("abc")
-    few.client.delete(KEYS.node("a"))
-    few.world.run(2 * TTL_S)
-    if stored(few.world).state is State.BROKEN:
-        assert stored(few.world).lost == "a"
-        few.next_round(2)
-    assert is_whole(few)
-    few.leader()
 
 
 def test_a_node_that_was_in_later_rounds():
@@ -722,29 +635,21 @@ def test_all_are_cut_off_and_nothing_ends(seconds):
 
 
 @pytest.mark.parametrize("revision", [1, 1000], ids=["older", "newer"])
-def test_a_store_that_is_set_up_again(revision):
-    few = Few("abc")
-    all_comes_back(few, lambda: few.world.set_up_store(revision))
-    few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
-    few.until_broken()
-    few.next_round(2)
-
-
-@pytest.mark.parametrize("revision", [1, 1000], ids=["older", "newer"])
-def test_one_node_comes_to_lead_once_in_a_new_store(revision, caplog):
+def test_in_a_store_that_is_set_up_again_one_node_comes_to_lead_once(revision, caplog):
     """Not each by its key of the store before, and not once more when a task is tried again that another has done."""
     caplog.set_level(logging.INFO, logger=leader.__name__)
-    few = Few("ab")
+    few = Few("abc")
     caplog.clear()
-    few.world.set_up_store(revision)
-    few.world.run(2 * TTL_S)
+    all_comes_back(few, lambda: few.world.set_up_store(revision))
     led = [record.getMessage() for record in caplog.records if "leads the rendezvous" in record.getMessage()]
     assert led == [f"node {few.leader()} leads the rendezvous"]
+    few.break_round("b")
+    few.next_round(2)
 
 
 def test_a_new_store_that_others_have_used():
     """Its revision is higher than all that the node has seen; that of the header, written by another node, is not."""
-    few = one()
+    few = Few("a")
     node = few.nodes["a"]
     node.process.frozen = True
     few.world.set_up_store()
@@ -755,25 +660,6 @@ def test_a_new_store_that_others_have_used():
     node.participant.end_round(1, State.BROKEN, "over")
     assert few.until_broken().reason == "over"
     node.join(1)
-
-
-def test_a_compacted_history_loses_no_news():
-    few = Few("ab", Limits(2, 3, 0.0))
-    few.nodes["a"].cut(5.0)
-    few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
-    few.until_broken()
-    few.world.compact()
-    few.next_round(2)
-
-
-def test_a_node_stands_still_beyond_its_lease():
-    few = Few("abc", Limits(2, 3, 5.0))
-    few.nodes["b"].freeze(2 * TTL_S)
-    assert few.until_broken().lost == "b"
-    few.next_round(2, "ac")
-    few.until_broken(2)
-    few.next_round(3)
-    assert [number for number, state in few.headers() if state is State.RUNNING] == [1, 2, 3]
 
 
 # A node closes the job.
@@ -855,14 +741,7 @@ def test_spares_write_nothing_when_a_round_ends():
     assert {few.client.get(KEYS.node(name)).kv.version for name in "cdef"} == {1}
 
 
-class Tasks:
-    """Runs each task at once."""
-
-    def post(self, task: Callable[[], None]) -> None:
-        task()
-
-    def run(self, task: Callable[[], None]) -> None:
-        task()
+AT_ONCE = SimpleNamespace(post=lambda task: task(), run=lambda task: task())  # runs each task at once
 
 
 def test_a_node_counts_unless_it_was_there():
@@ -873,18 +752,18 @@ def test_a_node_counts_unless_it_was_there():
 
     from_the_start = LateJoins(client, KEYS, "n1", 1, 60)
     for round_ in (1, 2, 3):
-        from_the_start.entered(round_, Tasks())
+        from_the_start.entered(round_, AT_ONCE)
     assert count() == []
-    from_the_start.entered(5, Tasks())
+    from_the_start.entered(5, AT_ONCE)
     assert count() == [b"5"]
-    LateJoins(client, KEYS, "n2", 1, 60).entered(5, Tasks())
-    from_the_start.entered(6, Tasks())
+    LateJoins(client, KEYS, "n2", 1, 60).entered(5, AT_ONCE)
+    from_the_start.entered(6, AT_ONCE)
     assert count() == [b"5"]
     assert client.get(KEYS.refusal("n1")).kv is None
-    LateJoins(client, KEYS, "n1", 1, 60).entered(7, Tasks())
+    LateJoins(client, KEYS, "n1", 1, 60).entered(7, AT_ONCE)
     assert client.get(KEYS.refusal("n1")).kv is not None
     with pytest.raises(HostRefused, match="joined the running job 3 times within 60 minutes"):
-        LateJoins(client, KEYS, "n1", 1, 60).entered(9, Tasks())
+        LateJoins(client, KEYS, "n1", 1, 60).entered(9, AT_ONCE)
     (lease,) = {kv.lease_id for kv in client.get_prefix(KEYS.join("n1", 5)).kvs}
     assert JOIN_WINDOW_S - 60 < client.lease_left_s(lease) <= JOIN_WINDOW_S
 
@@ -896,7 +775,7 @@ def test_a_name_of_two_machines_is_not_refused():
     for number in range(2):
         node = Record(1, 1, "", f"10.0.0.{number}", 1, machine=f"boot{number}")
         client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
-        LateJoins(client, KEYS, "gpu", 0, 60).entered(7, Tasks())
+        LateJoins(client, KEYS, "gpu", 0, 60).entered(7, AT_ONCE)
         refused.append(client.get(KEYS.refusal("gpu")).kv is not None)
         client.txn([], [Delete(KEYS.refusal("gpu"))])
     assert refused == [True, False]
@@ -996,8 +875,7 @@ def test_an_assignment_lost_before_its_node_reads_it(seconds):
     few.until_round(1, "ab")
     few.world.run(2 * seconds)
     assert few.nodes["c"].round == 0
-    few.nodes["a"].participant.end_round(1, State.BROKEN, "its workers wait for those of c")
-    few.until_broken()
+    few.break_round("a")  # its workers wait for those of c
     for name in "ab":
         few.nodes[name].ready(1)
     few.until_round(2)
@@ -1017,28 +895,26 @@ def lose_assignment(few: Few, seconds: float) -> None:
 
 def test_history_compacted_between_assignment_and_its_event():
     few = Few("ab", Limits(2, 3, 5.0), joined=False)
-    few.nodes["a"].client.after("/assign/", lambda: compact_under_watches(few))
+    client = few.nodes["a"].client  # of the node that writes the header next
+    client.after("/assign/", lambda: (client.watches.broke(), few.world.compact()))
     few.until_round(1)
 
 
-def compact_under_watches(few: Few) -> None:
-    """Node a, which writes the header next, has not had the event of its assignment."""
-    few.nodes["a"].client.watches.broke()
-    few.world.compact()
-
-
-def test_a_node_enters_while_watches_begin_again():
+@pytest.mark.parametrize(
+    ("before", "happens"),
+    [
+        ("/nodes/a", lambda few: few.world.set_up_store(1000)),  # watches begin again
+        (
+            f"get {KEYS.nodes}*",
+            lambda few: few.client.put(KEYS.node("a"), "{}"),
+        ),  # nothing tells it: it waits for its first round
+    ],
+    ids=["watches-begin-again", "its-record-is-overwritten"],
+)
+def test_a_node_enters_although_much_changes_meanwhile(before, happens):
     few = Few("", Limits(1, 1, 0.0), joined=False)
     node = Node(few.world, "a", few.limits, TTL_S)
-    node.client.before("/nodes/a", lambda: few.world.set_up_store(1000))
-    node.join(0)
-
-
-def test_a_record_overwritten_before_the_leader_reads():
-    """It waits for its first round, and nothing tells it that its record is unreadable."""
-    few = Few("", Limits(1, 1, 0.0), joined=False)
-    node = Node(few.world, "a", few.limits, TTL_S)
-    node.client.before(f"get {KEYS.nodes}*", lambda: few.client.put(KEYS.node("a"), "{}"))
+    node.client.before(before, lambda: happens(few))
     node.join(0)
 
 
@@ -1050,20 +926,6 @@ def test_a_dead_leaders_key_is_overwritten():
     few.client.put(KEYS.node("a"), "{}")
     few.world.run(5 * TTL_S)
     assert few.leader() == "b"
-
-
-def test_an_assignment_deleted_before_its_header_comes():
-    """Its node has read it and joins the round; the record stays away."""
-    few = Few("abc", Limits(2, 4, 5.0), joined=False)
-
-    def delete() -> None:
-        few.world.run(0.5)
-        few.client.delete(KEYS.assignment("c"))
-        few.world.run(0.5)
-
-    few.nodes["a"].client.before("/job/round", delete)
-    few.until_round(1)
-    few.world.until(lambda: is_whole(few))
 
 
 def test_a_new_header_at_the_old_revision():

@@ -1,17 +1,13 @@
-"""Who can get in: another user of the host writes to the stores of a job; where a job listens; how its nodes agree instead."""
+"""Who can get in: where a job listens, and how its nodes agree although anybody may write to the store of a round."""
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import json
 import os
-import shutil
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_all
@@ -19,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
@@ -31,7 +26,6 @@ from elastic_ext.checkpoints.choice.agreement import NodeInRound
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Node, decode
 from elastic_ext.rendezvous.round_store import serve
 from tests.checkpoints.choice.test_agreement import exchanges_of, save
 from tests.etcd_client import EtcdClient
@@ -40,120 +34,7 @@ from tests.ports import free_port
 from tests.rendezvous.test_etcd_jobs import wait_for_nodes
 
 KEYS = JobKeys("job")
-NOBODY = 65534
 LONG_S = 60.0
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-
-# Reads lines of JSON: a port and what to write to the store there; says so when it is there, and writes it again and again.
-STRANGER = """
-import json, os, sys, threading
-from torch.distributed import TCPStore
-def go_on(store, values):  # as fast as the store answers: what the job writes there itself is not there for long
-    try:
-        while True:
-            for key, value in values.items():
-                store.set(key, value)
-                store.get(key)
-    except RuntimeError:
-        pass  # the store is gone
-os.setgroups([])
-os.setgid(65534)  # after the imports: another user may not reach this Python
-os.setuid(65534)
-print("ready", flush=True)
-for line in sys.stdin:
-    port, values = json.loads(line)
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    for key, value in values.items():
-        store.set(key, value)
-        store.get(key)
-    print("planted", flush=True)
-    threading.Thread(target=go_on, args=(store, values), daemon=True).start()
-"""
-
-
-class Stranger:
-    """A process of another user, with a directory of its own that everybody may read."""
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="stranger-", dir="/tmp"))
-        self.folder.chmod(0o777)
-        self.marker = self.folder / "owned"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", STRANGER],
-            cwd="/",
-            env={"PATH": os.environ["PATH"]},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._says() == "ready"
-        assert f"\nUid:\t{NOBODY}\t{NOBODY}\t" in Path(f"/proc/{self._process.pid}/status").read_text()
-
-    def _says(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def checkpoint(self) -> Path:
-        path = self.folder / "step_99.pt"
-        torch.save({"step": 99, "weights": torch.arange(1000), "owns": Owns(str(self.marker))}, path)
-        path.chmod(0o644)
-        return path
-
-    def plant(self, port: int, **values: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([port, values]) + "\n")
-        self._process.stdin.flush()
-        assert self._says() == "planted"
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.communicate()
-        shutil.rmtree(self.folder)
-
-
-class Owns:
-    """Whoever unpickles it makes the marker."""
-
-    def __init__(self, marker: str) -> None:
-        self._marker = marker
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
-        return open, (self._marker, "w")
-
-
-@pytest.fixture
-def stranger() -> Iterator[Stranger]:
-    with contextlib.closing(Stranger()) as started:
-        yield started
-
-
-LOADS = """
-import os, torch
-path = os.environ["ELASTIC_EXT_RESUME_FROM"]
-print("step", torch.load(path, weights_only=False)["step"], "of", path, flush=True)
-"""
-
-
-@pytest.mark.full
-@as_root
-def test_what_a_stranger_plants_in_the_rounds_store_is_not_loaded(tmp_path, stranger, store, nodes):
-    """He writes where an earlier version looked, before the second node comes: two agents, one job."""
-    directory = tmp_path / "checkpoints"
-    (tmp_path / "job.py").write_text(LOADS)
-    directory.mkdir()
-    path = save(directory, 7)
-    planted = {"path": str(stranger.checkpoint()), "step": 99, "reason": "newest", "local": False}
-    own = {"launcher": AGENT, "script": "job.py", "conf": f"checkpoint_dir={directory}"}
-    nodes.start("a", store.endpoint, "2", **own)
-    wait_for_nodes(store, 1)
-    with EtcdClient(store.endpoint) as client:
-        (first,) = client.get_prefix(KEYS.nodes).kvs
-    stranger.plant(decode(Node, first.value, "node").port, **{"elastic_ext/elastic_ext.resume": json.dumps(planted)})
-    nodes.start("b", store.endpoint, "2", **own)
-    nodes.finish()
-    assert all(f"step 7 of {path}" in job.out for job in nodes.jobs.values())
-    assert not stranger.marker.exists()
-
 
 # Who listens where.
 
@@ -190,6 +71,9 @@ dist.destroy_process_group()
 """
 
 
+TWO_AGENTS = ("--local-addr=127.0.0.1", "--nnodes=2")
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["etcd", "one agent", "two agents"])
 def test_a_job_of_one_machine_listens_on_the_loopback_only(request, tmp_path, kind):
@@ -199,12 +83,7 @@ def test_a_job_of_one_machine_listens_on_the_loopback_only(request, tmp_path, ki
     where = {
         "etcd": lambda: ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={request.getfixturevalue('server').endpoint}"],
         "one agent": lambda: ["--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"],
-        "two agents": lambda: [
-            "--rdzv-backend=ext_c10d",
-            f"--rdzv-endpoint=localhost:{free_port()}",
-            "--local-addr=127.0.0.1",
-            "--nnodes=2",
-        ],
+        "two agents": lambda: ["--rdzv-backend=ext_c10d", f"--rdzv-endpoint=localhost:{free_port()}", *TWO_AGENTS],
     }[kind]()
     command = [*AGENT, *where, f"--nproc-per-node={2 // agents}", "--rdzv-id=job", "worker.py"]
     with ExitStack() as stack:
@@ -237,20 +116,13 @@ def test_the_address_of_a_node():
 def test_a_store_listens_where_it_is_reached(address, listens):
     if address == "::1" and not ipv6():
         pytest.skip("no IPv6 loopback on this machine")
-    before = listening([os.getpid()]).get(os.getpid(), [])
+    before = Counter(listening([os.getpid()]).get(os.getpid(), []))
     store = serve(address)
     store.set("key", "value")
-    (found,) = list_minus(listening([os.getpid()])[os.getpid()], before)
+    (found,) = Counter(listening([os.getpid()])[os.getpid()]) - before
     assert found == listens if listens else ipaddress.ip_address(found).is_unspecified
     del store
-    assert sorted(listening([os.getpid()]).get(os.getpid(), [])) == sorted(before)  # torch has closed what it was given
-
-
-def list_minus(all_: list[str], some: list[str]) -> list[str]:
-    rest = list(all_)
-    for each in some:
-        rest.remove(each)
-    return rest
+    assert Counter(listening([os.getpid()]).get(os.getpid(), [])) == before  # torch has closed what it was given
 
 
 def ipv6() -> bool:
@@ -265,36 +137,20 @@ def ipv6() -> bool:
 # What the nodes tell each other.
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        "null",
-        "{" * 50_000,
-        '{"name": 3}',
-        *(
-            json.dumps({"name": name, "step": 1, "reason": "", "tier": tier, "schema": 2})
-            for name, tier in [
-                ("../evil.pt", "checkpoint_dir"),
-                ("/tmp/evil.pt", "checkpoint_dir"),
-                ("..", "checkpoint_dir"),
-                ("a\0b", "checkpoint_dir"),
-                ("x" * 5000, "checkpoint_dir"),
-                ("s3://bucket/evil.pt", "checkpoint_dir"),
-                ("evil.pt", "local_dir"),
-                ("step_00000007.g0001", "local_dir"),  # this node has no local_dir
-                ("", "local_dir"),
-                ("a.pt", "resume_from"),
-                ("a.pt", "elsewhere"),
-            ]
-        ),
-        json.dumps({"path": "/tmp/evil.pt", "step": 1, "reason": ""}),
-        json.dumps({"name": "a.pt", "step": "1", "schema": 2}),
-        json.dumps({"name": "a.pt", "step": 1, "schema": 3}),
-        " " * 100_000,
-    ],
-)
+NAMES = [
+    *(("../evil.pt", "checkpoint_dir"), ("/tmp/evil.pt", "checkpoint_dir"), ("..", "checkpoint_dir"), ("a\0b", "checkpoint_dir")),
+    *(("x" * 5000, "checkpoint_dir"), ("s3://bucket/evil.pt", "checkpoint_dir"), ("a.pt", "resume_from"), ("a.pt", "elsewhere")),
+    *(("evil.pt", "local_dir"), ("step_00000007.g0001", "local_dir"), ("", "local_dir")),  # this node has no local_dir
+]
+CHOICES = [
+    *({"name": name, "step": 1, "reason": "", "tier": tier, "schema": 2} for name, tier in NAMES),
+    {"path": "/tmp/evil.pt", "step": 1, "reason": ""},
+    {"name": "a.pt", "step": "1", "schema": 2},
+    {"name": "a.pt", "step": 1, "schema": 3},
+]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{" * 50_000, '{"name": 3}', " " * 100_000, *map(json.dumps, CHOICES)])
 def test_a_choice_that_is_none(tmp_path, text):
     """Forged, or of another version: one line, nothing is loaded."""
     zero, one = exchanges_of(2)
@@ -388,6 +244,7 @@ def pair(agents: Agents, **settings: object) -> tuple[EtcdRendezvous, EtcdRendez
 @pytest.mark.seam
 def test_on_etcd_all_nodes_get_one_choice_and_it_does_not_outlive_its_round(agents):
     zero, one = pair(agents)
+    zero.part.server.set("elastic_ext/elastic_ext.resume", "a stranger's")  # where an earlier version looked
     waits = started(lambda: one.part.exchange.choice(LONG_S))
     old = zero.part.exchange
     old.publish("7")

@@ -208,17 +208,21 @@ MAX_CHARACTERS = 200  # of an invalid value in a message
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # spaces and line breaks may separate words
 
 
+_READS_KEYS = ("c10d_rendezvous_backend.py", "dynamic_rendezvous.py")  # torch's modules
+
+
 def _is_torchs(key: str, ours: set[str]) -> bool:
     """Return whether torch reads this key itself: a known one, or one that is new in the installed torch."""
     if key in TORCH_KEYS or key in ours or not key.isidentifier():
         return key in TORCH_KEYS
     torch = importlib.util.find_spec("torch")  # of a module in it, it would import torch: a minute on a cold file server
-    for folder in torch.submodule_search_locations or () if torch is not None else ():
-        modules = Path(folder, "distributed", "elastic", "rendezvous").glob("[cd]*_rendezvous*.py")  # c10d's and dynamic
-        if any(re.search(rf'params\.get\w*\(\s*"{key}"', module.read_text()) for module in modules):
-            logger.info("--rdzv-conf=%s is torch's own, for its own rendezvous; elastic_ext does not need it", key)
-            return True
-    return False
+    folders = (torch and torch.submodule_search_locations) or ()
+    modules = [Path(folder, "distributed/elastic/rendezvous", name) for folder in folders for name in _READS_KEYS]
+    reads = rf'params\.get\w*\(\s*"{key}"' + (rf'|_get_timeout\(params, "{key[:-8]}"' if key.endswith("_timeout") else "")
+    if not any(re.search(reads, module.read_text()) for module in modules if module.exists()):
+        return False
+    logger.info("--rdzv-conf=%s is torch's own, for its own rendezvous; elastic_ext does not need it", key)
+    return True
 
 
 def _from_file(path: str | None) -> tuple[str, Mapping[str, object]]:

@@ -146,10 +146,10 @@ def test_switches(text):
 
 
 def test_a_key_that_a_newer_torch_reads_is_left_to_it(monkeypatch):
-    """`is_host` stands for one: without TORCH_KEYS only torch's source names it."""
+    """These stand for one: without TORCH_KEYS only torch's source names them."""
     monkeypatch.setattr(settings, "TORCH_KEYS", frozenset())
-    assert settings.read({"is_host": "1"}, {}) == settings.read({}, {})
-    for typo in ("is_hots", "heartbeat", "a.b", ""):
+    assert settings.read({"is_host": "1", "heartbeat_timeout": "5"}, {}) == settings.read({}, {})
+    for typo in ("is_hots", "heartbeat", "read", "read_timeouts", "a.b", ""):
         with pytest.raises(UsageError, match="unknown setting"):
             settings.read({typo: "1"}, {})
 

@@ -96,9 +96,6 @@ def test_damage_is_found_before_the_choice(where: str) -> None:
     assert passed.distrusted
 
 
-# What it costs.
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each storage was asked, and what."""

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -120,9 +120,6 @@ def copiers(tmp_path: Path, nodes: list[Path]) -> list[Replicator]:
     return [copier_of(node, tmp_path / "remote") for node in nodes]
 
 
-# Decisions.
-
-
 def test_whose_file():
     assert [rank_of(name) for name in ("__12_0.distcp", "rank_00003.pt", ".metadata", "shared.pt")] == [12, 3, None, None]
     assert [list(ranks_of((2, 1, 3), node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
@@ -223,9 +220,6 @@ def test_a_local_directory_belongs_to_one_remote_one(tmp_path):
         claim_local_dir(Settings(local_dir=str(tmp_path / "local")))
 
 
-# The process.
-
-
 @pytest.mark.seam
 def test_the_manifest_comes_last_by_the_node_of_rank_0(nodes, where):
     name = save(nodes, 2)
@@ -272,13 +266,8 @@ def test_saves_that_come_faster_than_copies(tmp_path, nodes):
             names.append(save(nodes, step))
             for each in processes:
                 each.say("look")
-        finished: list[int] = []
-        threads = [threading.Thread(target=lambda each=each: finished.append(each.finish())) for each in processes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert finished == [0, 0]
+        with ThreadPoolExecutor() as pool:
+            assert list(pool.map(Process.finish, processes)) == [0, 0]
     assert complete(remote, names[-1])
     for node in nodes:
         assert [path.name for path in sorted(node.glob("step_*"))] == names[-1:]
@@ -420,25 +409,19 @@ def test_who_chooses_waits_for_a_removal_under_way(superfluous, monkeypatch):
         assert seen.result() == [directory_name(4, 1)]
 
 
-@contextmanager
-def moved_away(path: Path) -> Iterator[None]:
-    path.rename(path.with_suffix(".away"))
-    path.write_text("a file is where the directory was")
-    yield
-    path.unlink()
-    path.with_suffix(".away").rename(path)
-
-
 def test_a_silent_remote_directory_is_tried_again(tmp_path, nodes):
-    remote = tmp_path / "remote"
+    remote, away = tmp_path / "remote", tmp_path / "away"
     remote.mkdir()
     copier = copier_of(nodes[0], remote)
     name = save(nodes[:1], 2)
-    with moved_away(remote):
-        told = [copier.turn() for _ in range(3)]
-        assert [each.failures for each in told] == [1, 2, 3]
-        assert told[0].reason
-        assert told[0].waiting == (name,)
+    remote.rename(away)
+    remote.write_text("a file is where the directory was")
+    told = [copier.turn() for _ in range(3)]
+    assert [each.failures for each in told] == [1, 2, 3]
+    assert told[0].reason
+    assert told[0].waiting == (name,)
+    remote.unlink()
+    away.rename(remote)
     told = copier.turn()
     assert (told.failures, told.complete, told.waiting) == (0, name, ())
 

@@ -37,6 +37,15 @@ class Hosts:
             **request,
         )
 
+    def load(self, resume: str = "") -> tuple[int, str]:
+        """Exactly, on each rank; return the step, and the folder and the name of what was loaded."""
+        results = self.run(0, resume)
+        assert None not in results, self._groups.stderr.read_text()[-3000:]
+        assert [result["wrong"] for result in results] == [[]] * sum(self.nodes)
+        paths = {result["step"]: Path(result["path"] or "") for result in results}
+        ((step, path),) = paths.items()
+        return step, f"{'memory' if self.memory in path.parents else path.parent.name}/{path.name}"
+
     def choose(self, nodes: list[int] | None = None) -> MemoryChoice:
         """As the agents of these nodes do."""
         found = [

@@ -106,9 +106,6 @@ def test_a_sparse_tensor_is_refused():
         part.plan(state, 0, 1)
 
 
-# Buffers.
-
-
 def test_a_buffer_leaves_its_old_copy_before_it_is_written(tmp_path):
     storage = open_storage(str(tmp_path))
     buffers = Buffers(storage, 3, limit=1 << 20)

@@ -38,9 +38,6 @@ def test_training_copies_nothing_before_the_ranks_have_begun(tmp_path: Path) -> 
     assert saver._attempt is None
 
 
-# The user's own values.
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("tier", ["memory", "disk"])
 def test_values_beside_a_tensor_come_back(hosts: Hosts, tier: str) -> None:
@@ -67,9 +64,6 @@ def test_a_sharded_average_is_loaded_whatever_the_object_has(hosts: Hosts, tier:
         for result in hosts.task("averages", {"save": "", "there": there}, resume):
             assert (result["step"], result["path"]) == (2, resume)
             assert (result["kinds"], result["right"]) == (["Tensor" if after == [1] else "DTensor"], True)
-
-
-# What no load could put together is not committed.
 
 
 def test_a_tensor_that_one_rank_of_a_node_has_alone_is_told_and_nothing_is_committed(hosts: Hosts, groups: RankGroups) -> None:
@@ -163,17 +157,6 @@ def test_nothing_is_said_to_be_copied_again_when_only_buffers_were_made(hosts: H
     hosts.task("together", {"steps": 30, "refuses": 1, "steps_that_fail": 2})
     assert hosts.newest() != ""
     assert groups.stderr.read_text().count("the state is copied to memory again") == 1
-
-
-@pytest.mark.full
-def test_ranks_that_have_nothing_of_a_tensor_load_it(tmp_path: Path, groups: RankGroups) -> None:
-    """Seven rows over five ranks: the fifth has none."""
-    hosts = Hosts(tmp_path, groups, [1])
-    hosts.run(5)
-    name = hosts.newest()
-    hosts.resize([5])
-    for result in hosts.run(0, name):
-        assert (result["step"], result["wrong"], Path(result["path"]).name) == (5, [], name)
 
 
 def test_a_step_that_is_not_copied_costs_no_manifest(hosts: Hosts) -> None:

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,45 +23,28 @@ from elastic_ext.checkpoints.ranks import CheckpointError
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import flip
 from tests.checkpoints.rank_groups import RankGroups, complete, drawn_kill, last_told
-from tests.jobs import SCRIPTS, TORCHRUN, run
 
 pytest.importorskip("torchdata")
 
-JOB = str(SCRIPTS / "checkpointed_job.py")
 KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "6"))  # 200: make chaos
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
 pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
 
 
-# Exact resumes.
-
-
-def resumes_exactly(start: Callable[[list[str]], object], tmp_path: Path, wrap: tuple[str, ...], at: str) -> None:
-    """In mid-epoch, in mid-accumulation and over the ends of later epochs. start: with these arguments, two ranks."""
-    common = [str(tmp_path / "checkpoints"), "--wrap", *wrap, "--steps", "8"]
-    start([*common, "--out", str(tmp_path / "whole"), "--save", at])
-    start([*common, "--out", str(tmp_path / "resumed")])
+@pytest.mark.full
+@pytest.mark.seam("4:2")
+@pytest.mark.parametrize(("wrap", "at"), [("ddp --no-sync", "4:2"), ("fsdp", "4:1"), ("fsdp", "0:2"), ("ddp --workers 1", "3:0")])
+def test_resume_is_exact_to_the_bit(tmp_path: Path, groups: RankGroups, wrap: str, at: str) -> None:
+    """In mid-epoch, in mid-accumulation and over the ends of later epochs."""
+    common = [str(tmp_path / "checkpoints"), "--wrap", *wrap.split(), "--steps", "8"]
+    for words in (["--out", str(tmp_path / "whole"), "--save", at], ["--out", str(tmp_path / "resumed")]):
+        groups.run("checkpointed", 2, {"words": [*common, *words]})
     for rank in range(2):
         whole = (tmp_path / f"whole.{rank}").read_text().splitlines()
         [resumed, _loaded, *rest] = (tmp_path / f"resumed.{rank}").read_text().splitlines()
         assert resumed == f"resumed {at.replace(':', ' ')}"
         assert len(rest) > 10
         assert rest == whole[-len(rest) :]
-
-
-@pytest.mark.seam
-def test_a_job_resumes_exactly_to_the_bit(tmp_path: Path) -> None:
-    def start(words: list[str]) -> None:
-        done = run([*TORCHRUN, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2", JOB, *words], tmp_path)
-        assert done.returncode == 0, done.err
-
-    resumes_exactly(start, tmp_path, ("ddp", "--no-sync"), "4:2")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("wrap", "at"), [(("fsdp",), "4:1"), (("fsdp",), "0:2"), (("ddp", "--workers", "1"), "3:0")])
-def test_resume_is_exact_to_the_bit(tmp_path: Path, groups: RankGroups, wrap: tuple[str, ...], at: str) -> None:
-    resumes_exactly(lambda words: groups.run("checkpointed", 2, {"words": words}), tmp_path, wrap, at)
 
 
 @pytest.mark.full
@@ -116,9 +99,6 @@ def of_s3() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
 
 
-# Writers are killed.
-
-
 @pytest.mark.seam
 @pytest.mark.full("s3")
 @pytest.mark.timeout(3600)
@@ -148,9 +128,6 @@ def test_killed_writers_lose_nothing_that_was_committed(tmp_path: Path, groups: 
     assert losses == []
     assert killed > kills // 2
     assert torn > 0 or kills < 12  # a few kills may all come between writes
-
-
-# A group that was replaced.
 
 
 @pytest.mark.seam
@@ -259,9 +236,6 @@ def test_no_permission_is_told(groups: RankGroups) -> None:
             assert (result["wrong"], result["saved"], result["raised"]) == ([], None, "")
 
 
-# Damage.
-
-
 def test_a_flipped_bit_is_found_before_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(3, 3)
     draw = random.Random(SEED)
@@ -286,26 +260,14 @@ def test_a_flipped_bit_is_found_before_use(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delenv("ELASTIC_EXT_RESUME_FROM")
         file.write_bytes(good)
     assert loaded() == 2
+    monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", "")  # the agent has found none
+    assert loaded() == 0
 
 
-@pytest.mark.full
-def test_agents_choice_is_what_is_loaded(tmp_path: Path, groups: RankGroups) -> None:
-    """An older one if it says so, none if it says none."""
-    directory = tmp_path / "checkpoints"
-    groups.run("train", 2, {"directory": str(directory), "steps": 3})
-    older = str(directory / complete(str(directory))[1])
-    args = {"directory": str(directory), "steps": 0}
-    assert [result["path"] for result in groups.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": older})] == [older] * 2
-    assert [result["path"] for result in groups.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": ""})] == [None] * 2
-
-
-# Retention.
-
-
-@pytest.mark.full
-def test_newest_few_stay(tmp_path: Path, groups: RankGroups) -> None:
-    directory = tmp_path / "checkpoints"
-    (directory / ".elastic_ext" / "pin").mkdir(parents=True)
-    (directory / ".elastic_ext" / "pin" / "step_00000002.g0001.json").write_text(json.dumps({"by": "a test"}))
-    groups.run("train", 2, {"directory": str(directory), "steps": 8, "options": {"keep_last": 2, "keep_every": 4}})
-    assert [order_of(name) for name in complete(str(directory))] == [(1, 8), (1, 7), (1, 4), (1, 2)]
+def test_newest_few_stay(tmp_path: Path) -> None:
+    (tmp_path / ".elastic_ext" / "pin").mkdir(parents=True)
+    (tmp_path / ".elastic_ext" / "pin" / "step_00000002.g0001.json").write_text(json.dumps({"by": "a test"}))
+    with Checkpointer(tmp_path, model=torch.nn.Linear(3, 3), keep_last=2, keep_every=4) as checkpointer:
+        for step in range(1, 9):
+            checkpointer.save(step, wait=True)
+    assert [order_of(name) for name in complete(str(tmp_path))] == [(1, 8), (1, 7), (1, 4), (1, 2)]

@@ -96,19 +96,20 @@ def test_a_damaged_one_is_not_resumed(tmp_path):
     assert resumed(tmp_path, verify="off").step == 7
     assert resumed(tmp_path).step == 5
     assert resumed(tmp_path, verify="full").step == 5
+    (passed,) = listing.newest_complete(str(tmp_path), listing.Wanted(verify=Mode.FULL)).passed_over
+    assert (passed.reason.partition(":")[0], passed.distrusted) == ("damaged", True)
 
 
 def test_all_bad(tmp_path):
     """With the list; but begin from nothing where the user says so, and where nothing was ever finished."""
+    (tmp_path / "step_9.pt").write_bytes(b"PK\x03\x04")
+    assert resumed(tmp_path).path == ""
     damage(save(tmp_path, 7))
     own_files.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
-    with pytest.raises(BadCheckpoints, match=r"(?s)step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"):
+    each = r"(?s)step_9\.pt: .*step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"
+    with pytest.raises(BadCheckpoints, match=each):
         resumed(tmp_path)
     assert resumed(tmp_path, resume_from="none").path == ""
-    torn = tmp_path / "torn"
-    torn.mkdir()
-    (torn / "step_7.pt").write_bytes(b"PK\x03\x04")
-    assert resumed(torn).path == ""
 
 
 def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:

@@ -117,7 +117,8 @@ def test_a_part_that_is_damaged_on_the_node_that_is_left(tmp_path: Path, groups:
     assert "rank_00001.mem has checksum" in groups.stderr.read_text()
 
 
-@pytest.mark.full
+@pytest.mark.seam
+@pytest.mark.full("two nodes")
 def test_it_does_not_matter_to_training_that_there_is_no_room(hosts: Hosts, groups: RankGroups) -> None:
     """Said once; the checkpoints on disk are as they should be."""
     hosts.run(30, file_limit=65536, args={"save_every": 4})

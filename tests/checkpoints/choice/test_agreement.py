@@ -31,7 +31,7 @@ from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from tests.checkpoints.choice.scenes import flip, resumed
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
-from tests.jobs import AGENT, Job, run
+from tests.jobs import AGENT, run
 
 
 def save(directory: Path, step: int, age_s: float = 0.0) -> Path:
@@ -413,32 +413,33 @@ if not os.path.exists(later):
 """
 
 
+@pytest.fixture
+def directory(tmp_path):
+    """Of the checkpoints of a job whose script is job.py."""
+    (tmp_path / "job.py").write_text(SCRIPT)
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
 @pytest.mark.full
-def test_a_job_goes_back_to_one_that_works(tmp_path):
+def test_a_job_goes_back_to_one_that_works(tmp_path, directory):
     """7 cannot be loaded; twice there is the same crash after 5 was; past 3 the loss is nan, which was saved as 9."""
-    script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
-    script.write_text(SCRIPT)
-    directory.mkdir()
     for step in (3, 5, 7):
         save(directory, step, age_s=30 - step)
     damage(directory / "step_7.pt")
     conf = f"checkpoint_dir={directory},verify=off,backoff=0"
-    done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", script], tmp_path)
+    done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", "job.py"], tmp_path)
     assert done.returncode == 0, done.err
     assert re.findall(r"begin (.*)", done.out) == ["7", "5", "5", "3", "3"]
     assert own_files.quarantined_names(open_storage(str(directory))) == {"step_7.pt", "step_5.pt", "step_9.pt"}
 
 
 @pytest.mark.seam
-def test_without_a_good_checkpoint_a_job_stops(tmp_path):
-    script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
-    script.write_text(SCRIPT)
-    directory.mkdir()
+def test_without_a_good_checkpoint_a_job_stops(tmp_path, directory):
     damage(save(directory, 7))
     where = ["--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"]
-    conf = f"checkpoint_dir={directory},verdict_file={tmp_path}/verdict"
-    with Job([*AGENT, *where, f"--rdzv-conf={conf}", script], tmp_path) as job:
-        done = job.finish()
+    conf = f"--rdzv-conf=checkpoint_dir={directory},verdict_file={tmp_path}/verdict"
+    done = run([*AGENT, *where, conf, "job.py"], tmp_path)
     assert done.returncode == 65, done.err
     assert "step_7.pt: damaged" in done.err
     assert "no-checkpoint-left" in (tmp_path / "verdict").read_text()

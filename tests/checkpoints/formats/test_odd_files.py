@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,10 +38,6 @@ def spoil(path: Path) -> None:
         (path / "zero.bin").symlink_to("/dev/zero")
 
 
-def own(root: Path) -> str:
-    return save_own(root, 5)
-
-
 def shards(root: Path) -> str:
     dcp.save({"w": torch.arange(100)}, checkpoint_id=root / "step_5", no_dist=True)
     return "step_5"
@@ -51,12 +47,11 @@ def trainers(root: Path) -> str:
     return save_trainer(root / "checkpoint-5", 5).name
 
 
-@pytest.fixture(params=[own, shards, trainers], ids=lambda make: make.__name__)
+@pytest.fixture(params=[partial(save_own, step=5), shards, trainers], ids=["own", "shards", "trainers"])
 def spoiled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     root = tmp_path / "checkpoints"
     root.mkdir()
-    make: Callable[[Path], str] = request.param
-    name = make(root)
+    name = request.param(root)
     spoil(root / name)
     spoil(root)
     (root / "latest").symlink_to(name)
@@ -84,7 +79,7 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
 
 
 def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
-    name = own(tmp_path)
+    name = save_own(tmp_path, 5)
     moved = (tmp_path / name / "__0_0.distcp").rename(tmp_path / "blob")
     (tmp_path / name / "__0_0.distcp").symlink_to(moved)
     storage = open_storage(str(tmp_path))

@@ -477,15 +477,6 @@ def exchange_fails(rank: int, world: int, args: dict) -> dict:
     return {"due": checkpointer._memory._schedule.due}
 
 
-def stale_prune(rank: int, world: int, args: dict) -> dict:
-    """Save, stop, and prune when another group has taken over."""
-    training, checkpointer, *_ = begin(rank, world, args, keep_last=1)
-    training.go_to(1)
-    checkpointer.save(1, wait=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return {"raised": raised_by(lambda: list(checkpointer._retention.prune("step_00000001.g0001")))}
-
-
 def unsharded_gradients(rank: int, world: int, args: dict) -> dict:
     """A save in the middle of an accumulation that FSDP2 keeps to itself, and one after it."""
     training, checkpointer, *_ = begin(rank, world, args)
@@ -495,31 +486,6 @@ def unsharded_gradients(rank: int, world: int, args: dict) -> dict:
     checkpointer.wait()
     told = checkpointer.last_error
     checkpointer.save(1, wait=True)
-    return {"raised": raised, "told": told, "saved": checkpointer.last_saved}
-
-
-def go_back(rank: int, world: int, args: dict) -> dict:
-    """Load again in the same process, and train the steps again."""
-    training, checkpointer, position, _ = begin(rank, world, args, keep_last=9)
-    first = position.step
-    for step in (first + 1, first + 2):
-        training.go_to(step)
-        checkpointer.save(step)
-    back = checkpointer.load()
-    wrong = training.wrong(back.step)
-    training.go_to(back.step + 1)
-    checkpointer.save(back.step + 1, wait=True)
-    return {"first": first, "back": back.step, "wrong": wrong, "error": checkpointer.last_error}
-
-
-def wrong_steps(rank: int, world: int, args: dict) -> dict:
-    """Save with a step that is none, and then with two that are."""
-    _, checkpointer, *_ = begin(rank, world, args, timeout=timedelta(seconds=60))
-    raised = raised_by(checkpointer.save, args["wrong"])
-    told = []
-    for step in (2, 3):
-        checkpointer.save(step, wait=True)
-        told.append(checkpointer.last_error)
     return {"raised": raised, "told": told, "saved": checkpointer.last_saved}
 
 
@@ -674,8 +640,8 @@ TASKS = {
     task.__name__: task
     for task in (
         *(calls, train, copy_to_memory, meter, averages, refused, together, slow_buffers, left_out, exchange_fails),
-        *(unsharded_gradients, go_back, wrong_steps, extra_of_rank_0, unforeseen, unreadable_manifest, refused_load),
-        *(late_generation, stale_prune, alone, checkpointed),
+        *(unsharded_gradients, extra_of_rank_0, unforeseen, unreadable_manifest, refused_load),
+        *(late_generation, alone, checkpointed),
     )
 }
 

@@ -117,16 +117,19 @@ def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str
 
 
 def test_what_is_quarantined(tmp_path):
+    """A later checkpoint of the same name counts."""
     save(tmp_path, 5)
     assert quarantined(tmp_path, str(tmp_path / "step_5.pt")) is None  # the only one may not be to blame
     for step in (3, 7):
-        save(tmp_path, step)
+        save(tmp_path, step, age_s=10)
     assert quarantined(tmp_path, str(tmp_path / "step_5.pt")) == "step_5.pt"
     assert quarantined(tmp_path, "", newest=True) == "step_7.pt"
     assert resumed(tmp_path).step == 3
     assert (tmp_path / "step_7.pt").exists()
     assert quarantined(tmp_path, "") is None
     assert quarantined(tmp_path, str(tmp_path / "gone.pt")) is None
+    save(tmp_path, 7)
+    assert resumed(tmp_path).step == 7
 
 
 @pytest.mark.parametrize(
@@ -159,21 +162,14 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
     assert own_files.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
-def test_a_later_checkpoint_of_the_same_name_counts(tmp_path):
-    save(tmp_path, 5)
-    save(tmp_path, 7, age_s=10)
-    quarantined(tmp_path, str(tmp_path / "step_7.pt"))
-    assert resumed(tmp_path).step == 5
-    save(tmp_path, 7)
-    assert resumed(tmp_path).step == 7
-
-
 def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_path):
-    """In both tiers; what has no step, too, but for what the round resumed from. Nothing is removed."""
+    """In both tiers; what has no step, too, but for what the round resumed from. Nothing is removed. What a script was saving as
+    it was stopped may be saved again."""
     remote, local = tmp_path / "remote", tmp_path / "local"
     remote.mkdir()
-    for step in (3, 5, 7):
+    for step in (3, 5, 7, 8):
         save(remote, step)
+    os.truncate(remote / "step_8.pt", 1000)
     for name in ("latest.pt", "first.pt"):
         torch.save({"weights": torch.arange(1000)}, remote / name)
     save_part([local], 5)
@@ -183,17 +179,9 @@ def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_pa
     assert set(found) == {"step_7.pt", "latest.pt", directory_name(9, 1)}
     assert own_files.quarantined_names(open_storage(str(remote))) == set(found)
     assert (remote / "step_7.pt").exists()
+    save(remote, 8)
+    assert resumed(remote).step == 8
     assert agreement.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
-
-
-def test_what_a_script_was_saving_as_it_was_stopped_may_be_saved_again(tmp_path):
-    save(tmp_path, 5)
-    torn = tmp_path / "step_7.pt"
-    torn.write_bytes(save(tmp_path, 7).read_bytes()[:1000])
-    assert agreement.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == []
-    assert resumed(tmp_path).step == 5
-    save(tmp_path, 7)
-    assert resumed(tmp_path).step == 7
 
 
 def test_what_is_refused_of_ours_stays_refused_while_a_node_still_copies_its_part_there(tmp_path):

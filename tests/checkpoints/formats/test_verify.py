@@ -98,14 +98,6 @@ def test_a_sample_reads_some_and_still_knows_all_sizes(tmp_path: Path) -> None:
     assert look(storage, name, Mode.OFF).sound
 
 
-def loads_as(whole: torch.Tensor, data: bytes) -> bool:
-    """Whether torch loads it as it was; True, too, if torch refuses it."""
-    try:
-        return torch.equal(torch.load(io.BytesIO(data))["w"], whole)
-    except RuntimeError:
-        return True
-
-
 def test_torch_save_by_its_crcs(tmp_path: Path) -> None:
     """A flipped bit is found, or torch.load refuses the file, or it changes nothing that is loaded."""
     storage = open_storage(str(tmp_path))
@@ -142,7 +134,11 @@ def test_each_byte_of_a_zip_directory(tmp_path: Path) -> None:
             entry = Entry("a.pt", "a.pt", False, len(data), 0.0)
             if not single_files.check(entry, io.BytesIO(data)).complete or single_files.read_torch_save(io.BytesIO(data)).fault:
                 continue
-            assert loads_as(torch.arange(50), bytes(data)), (place, bit)
+            try:
+                loaded = torch.load(io.BytesIO(data))
+            except RuntimeError:
+                continue  # refused by torch
+            assert torch.equal(loaded["w"], torch.arange(50)), (place, bit)
 
 
 def test_torch_save_without_crcs_is_said_to_be_unverified(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, count, decode
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.checkpoints.writing.checkpointer import Checkpointer
-from tests.checkpoints.rank_groups import RankGroups, complete
+from tests.checkpoints.rank_groups import complete
 
 NO_COUNTS = (1.5, 8.0, "8", None, True, np.bool_(True), -1, np.int64(-1), float("nan"), [1], b"1", torch.tensor(2.0))
 COUNTS = (0, 7, 10**12, np.int32(7), np.uint8(7), torch.tensor(7), torch.tensor([7]), np.array(7))
@@ -95,10 +95,3 @@ def test_a_manifest_that_no_reader_takes_cannot_be_written() -> None:
         for name in ("step", "epoch", "accumulation", "generation", "world_size", "restart"):
             with pytest.raises(ValueError, match="is not a whole number"):
                 Manifest(**{"step": 1, "generation": 1, "files": (), name: value})
-
-
-@pytest.mark.seam
-def test_all_ranks_refuse_and_save_again(directory: str, groups: RankGroups) -> None:
-    for result in groups.run("wrong_steps", 2, {"directory": directory, "wrong": 8.0}):
-        assert result["raised"].startswith("UsageError: step is 8.0, expected")
-        assert (result["told"], result["saved"]) == ([None, None], 3)

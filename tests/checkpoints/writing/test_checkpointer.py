@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from elastic_ext import Checkpointer
+from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, decode
 from elastic_ext.checkpoints.directory.tiers import own_checkpoints
 from elastic_ext.checkpoints.formats.candidates import order_of
@@ -84,14 +85,24 @@ def test_gradients_that_cannot_be_saved_are_refused(directory: str, groups: Rank
         assert result["saved"] == 1
 
 
-@pytest.mark.full
-def test_going_back_in_the_same_process_opens_a_generation(directory: str, groups: RankGroups) -> None:
+def test_going_back_in_the_same_process_opens_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's choice is for the first load; what is trained again afterwards is newer than what was there."""
-    groups.run("train", 2, {"directory": directory, "steps": 2})
-    env = {"ELASTIC_EXT_RESUME_FROM": f"{directory}/step_00000001.g0001"}
-    for result in groups.run("go_back", 2, {"directory": directory}, env=env):
-        assert result == {"first": 1, "back": 3, "wrong": [], "error": None}
-    assert [order_of(name) for name in complete(directory)] == [(3, 4), (2, 3), (2, 2), (1, 2), (1, 1)]
+    model = torch.nn.Linear(1, 1)
+
+    def save(checkpointer: Checkpointer, *steps: int) -> None:
+        for step in steps:
+            torch.nn.init.constant_(model.weight, step)
+            checkpointer.save(step, wait=True)
+
+    with Checkpointer(tmp_path, model=model) as checkpointer:
+        save(checkpointer, 1, 2)
+    monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", f"{tmp_path}/step_00000001.g0001")
+    with Checkpointer(tmp_path, model=model, keep_last=9) as checkpointer:
+        assert (checkpointer.load().step, model.weight.item()) == (1, 1)
+        save(checkpointer, 2, 3)
+        assert (checkpointer.load().step, model.weight.item()) == (3, 3)
+        save(checkpointer, 4)
+    assert [order_of(name) for name in complete(str(tmp_path))] == [(3, 4), (2, 3), (2, 2), (1, 2), (1, 1)]
 
 
 def of_s3() -> dict[str, str]:
@@ -156,16 +167,15 @@ def test_stale_group_may_not_commit(directory: str, groups: RankGroups, successo
     assert all(result["step"] == first[0]["saved"] and result["wrong"] == [] for result in again)
 
 
-@pytest.mark.seam
-@pytest.mark.xdist_group("successor")
-def test_stale_group_may_not_prune(directory: str, groups: RankGroups, successor: RankGroups) -> None:
-    groups.start("stale_prune", 1, {"directory": directory})
-    pid = groups.answer()["pid"]
-    successor.run("train", 1, {"directory": directory, "steps": 2})
-    found = complete(directory)
-    os.kill(pid, signal.SIGCONT)
-    assert "generation 2 has opened" in groups.results()[0]["raised"]
-    assert complete(directory) == found
+def test_stale_group_may_not_prune(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=torch.nn.Linear(3, 3), keep_last=1) as stale:
+        stale.save(1, wait=True)
+        with Checkpointer(tmp_path, model=torch.nn.Linear(3, 3)) as newer:
+            newer.save(2, wait=True)
+        found = complete(str(tmp_path))
+        with pytest.raises(StaleGroup, match="generation 2 has opened"):
+            list(stale._retention.prune("step_00000001.g0001"))
+    assert complete(str(tmp_path)) == found == ["step_00000002.g0002", "step_00000001.g0001"]
 
 
 @pytest.mark.seam

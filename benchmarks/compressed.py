@@ -54,10 +54,11 @@ LEAVES = (BAD_NODE, NODE_GONE)
 
 @dataclass
 class Round:
-    """What a round of workers has reported. workers: their "resumed", by rank. steps: those of rank 0."""
+    """What a round of workers has reported. workers: their "resumed", by rank. steps, saved: those of rank 0."""
 
     workers: dict[int, dict[str, Any]] = field(default_factory=dict)
     steps: list[dict[str, Any]] = field(default_factory=list)
+    saved: list[dict[str, Any]] = field(default_factory=list)
 
     def began_s(self, step_s: float) -> float:
         return self.steps[0]["ns"] / 1e9 - step_s
@@ -80,13 +81,8 @@ class Played:
 
     def ready_s(self) -> list[float]:
         """Return how long after each save's step rank 0 saw that it was committed."""
-        found = []
-        for each in self.rounds:
-            for earlier, later in zip(each.steps, each.steps[1:], strict=False):
-                if later["saved"] and later["saved"] != earlier["saved"]:
-                    saved = [step["ns"] for step in each.steps if step["step"] == later["saved"]]
-                    found += [(later["ns"] - ns) / 1e9 for ns in saved]
-        return found
+        pairs = [(step, saved) for each in self.rounds for step in each.steps for saved in each.saved]
+        return [(saved["ns"] - step["ns"]) / 1e9 for step, saved in pairs if step["step"] == saved["step"]]
 
     def restarts_s(self, step_s: float) -> list[float]:
         began = [each.began_s(step_s) for each in self.rounds[1:]]
@@ -164,7 +160,7 @@ class RealJob:
                         self.rounds.append(Round())
                     self.rounds[-1].workers[each["rank"]] = each
                 elif each["pid"] == self.rounds[-1].workers.get(0, {}).get("pid"):
-                    self.rounds[-1].steps.append(each)
+                    (self.rounds[-1].saved if each["event"] == "saved" else self.rounds[-1].steps).append(each)
             self._taken = len(self._events.all)
             return enough()
 

@@ -3,7 +3,8 @@
     scheduled_job.py SOCKET STEP_MS SAVE_EVERY
 
 SOCKET: a Unix datagram socket. Each message is one JSON object: event, node, pid, rank, step, saved (the newest step that is
-committed) and ns (CLOCK_MONOTONIC). The events: "resumed", of each rank before its first step; "step", of rank 0.
+committed) and ns (CLOCK_MONOTONIC). The events: "resumed", of each rank before its first step; of rank 0, "step", and "saved"
+once a save is committed.
 SIGUSR1: it raises an exception. SIGUSR2: it leaves with the code by which scripts report that their node is bad.
 """
 
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from elastic_ext import Checkpointer
 
 BAD_NODE = 201
+LOOK_S = 0.01
 
 
 def raises(*_: object) -> None:
@@ -48,9 +50,19 @@ def main(path: str, step_s: float, save_every: int) -> None:
             events.send(json.dumps(fields).encode())
 
         step = checkpointer.load().step
+
+        def compute() -> None:
+            """Take as long as a step, and see when a save is committed meanwhile."""
+            seen, until_s = checkpointer.last_saved, time.monotonic() + step_s
+            while (left_s := until_s - time.monotonic()) > 0:
+                time.sleep(min(left_s, LOOK_S))
+                if worker["rank"] == 0 and checkpointer.last_saved != seen:
+                    seen = checkpointer.last_saved
+                    report("saved", seen)
+
         report("resumed", step)
         while True:
-            time.sleep(step_s)
+            compute()
             dist.all_reduce(torch.ones(1))
             optimizer.step()
             step += 1

@@ -143,11 +143,12 @@ def test_the_account_of_a_real_job():
     def trained(pid, first, until, began_s):
         steps = range(first + 1, until + 1)
         told = [{"pid": pid, "step": step, "saved": step // 4 * 4, "ns": int((began_s + step - first) * 1e9)} for step in steps]
-        return compressed.Round({0: {"pid": pid, "step": first}}, told)
+        saved = [{"step": each["step"], "ns": each["ns"] + 10**8} for each in told if each["step"] % 4 == 0]
+        return compressed.Round({0: {"pid": pid, "step": first}}, told, saved)
 
     played = compressed.Played((), [trained(1, 0, 10, 100.0), trained(2, 8, 11, 115.5)], [110.5], 118.5, ())
     assert played.account(1.0) == {job.NEW: 11.0, job.LOST: 2.0, scheduled.RESTART: 5.0, job.SAVES: 0.5}
-    assert (played.ready_s(), set(played.steps_s())) == ([0.0, 0.0], {1.0})
+    assert (played.ready_s(), set(played.steps_s())) == ([0.1, 0.1], {1.0})
 
 
 def test_what_stock_takes_is_as_published():

@@ -193,7 +193,6 @@ def train(rank: int, world: int, args: dict) -> dict:
     checkpointer.close()
     return {
         "step": position.step,
-        "path": position.path,
         "wrong": wrong,
         "raised": raised,
         "error": checkpointer.last_error,
@@ -259,11 +258,10 @@ class Meter:
 
 def meter(rank: int, world: int, args: dict) -> dict:
     """Save a meter, in memory or on disk, after its values have become other ones; or load it into one with the first values."""
-    training, held = Training(rank, world), Meter(**args["values"])
+    held = Meter(**args["values"])
     if rank in args.get("uneven", ()):
         held.state = {"another": torch.zeros(1000), **held.state}
-    checkpointer = training.checkpointer(args["directory"], extra={"meter": held}, memory_every=1)
-    step = checkpointer.load().step
+    _, checkpointer, position, _ = begin(rank, world, args, extra={"meter": held}, memory_every=1)
     if "become" in args:
         held.state |= {"average": torch.ones(3), **args["become"]}
         for step in (1, 2):
@@ -272,7 +270,7 @@ def meter(rank: int, world: int, args: dict) -> dict:
             checkpointer.save(2)
     checkpointer.close()
     values = {key: value for key, value in held.state.items() if not isinstance(value, torch.Tensor)}
-    found = {"step": step, "path": checkpointer._loader.copy, "error": checkpointer.last_error}
+    found = {"step": position.step, "path": checkpointer._loader.copy, "error": checkpointer.last_error}
     return {**found, **values, "average": held.state["average"].tolist()}
 
 
@@ -312,13 +310,12 @@ def averages(rank: int, world: int, args: dict) -> dict:
 
 def refused(rank: int, world: int, args: dict) -> dict:
     """Save objects with sharded tensors of which no load could put the parts together."""
-    training, held = Training(rank, world), Meter()
+    held = Meter()
     mesh = init_device_mesh("cpu", (world,))
     sharded = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     states = {"partial": partial, "beside a tensor": {"deque": deque([sharded]), "t": torch.zeros(1)}, "alone": deque([sharded])}
-    checkpointer = training.checkpointer(args["directory"], extra={"meter": held}, memory_every=1)
-    checkpointer.load()
+    _, checkpointer, *_ = begin(rank, world, args, extra={"meter": held}, memory_every=1)
     raised = {}
     for step, (name, state) in enumerate(states.items(), 1):
         held.state = {"a": state}
@@ -353,13 +350,10 @@ def failing_start(count: int) -> None:
 
 def together(rank: int, world: int, args: dict) -> dict:
     """Copy to memory under a fault. `timeout_s` ends the run of ranks that wait for each other."""
-    training = Training(rank, world)
-    every = args.get("every", [1] * world)[rank]
     if args.get("refuses") == rank:
         failing_start(args["steps_that_fail"])
-    ended = timedelta(seconds=args.get("timeout_s", 600))
-    checkpointer = training.checkpointer(args["directory"], memory_every=every, timeout=ended)
-    position = checkpointer.load()
+    options = {"memory_every": args.get("every", [1] * world)[rank], "timeout": timedelta(seconds=args.get("timeout_s", 600))}
+    training, checkpointer, position, _ = begin(rank, world, args, **options)
     faulty = rank in args.get("faulty", [0])
     threads = threading.Thread.start
     manifest, asked = checkpointer._manifest, [0]
@@ -390,15 +384,14 @@ def together(rank: int, world: int, args: dict) -> dict:
 
 def late_generation(rank: int, world: int, args: dict) -> dict:
     """Load a copy while the directory of checkpoints cannot be written to; then save twice. The first save fails."""
-    training = Training(rank, world)
     genuine = saving.open_generation, saving.save_to
 
     def away(*_: Any) -> Any:
         raise TimeoutError("away")
 
     saving.open_generation, saving.save_to = away, lambda *_: saving.AttemptOutcome(SaveFailure(FailureKind.FULL, "no space"))
-    checkpointer = training.checkpointer(args["directory"], memory_every=args.get("every", 1))
-    step = checkpointer.load().step
+    training, checkpointer, position, _ = begin(rank, world, args, memory_every=args.get("every", 1))
+    step = position.step
     checkpointer.snapshot(step + 1)
     saving.open_generation = genuine[0]
     checkpointer.save(step + 2, wait=True)
@@ -414,17 +407,15 @@ def late_generation(rank: int, world: int, args: dict) -> dict:
 
 def slow_buffers(rank: int, world: int, args: dict) -> dict:
     """Rank 1 makes its buffers only after training has done some steps more."""
-    training, went_on = Training(rank, world), threading.Event()
+    went_on, genuine = threading.Event(), part.create
     found: list[bool] = []
-    genuine = part.create
 
     def create(*args: Any) -> Any:
         found.append(rank != 1 or went_on.wait(60))
         return genuine(*args)
 
     part.create, pace.BUFFERS_HOLD_S = create, 0.0
-    checkpointer = training.checkpointer(args["directory"], memory_every=1)
-    checkpointer.load()
+    training, checkpointer, *_ = begin(rank, world, args, memory_every=1)
     for step in range(1, 30):
         training.go_to(step)
         checkpointer.snapshot(step)
@@ -437,7 +428,7 @@ def slow_buffers(rank: int, world: int, args: dict) -> dict:
 
 def left_out(rank: int, world: int, args: dict) -> dict:
     """Rank 1 is not done with one copy when the next, the last one, is due, and leaves it out. Then all end together."""
-    training, ended, genuine = Training(rank, world), threading.Event(), pace.Schedule.choose
+    ended, genuine = threading.Event(), pace.Schedule.choose
     pace.HOLD_S = 0.0
 
     def choose(schedule: pace.Schedule, *args: Any) -> None:
@@ -446,8 +437,7 @@ def left_out(rank: int, world: int, args: dict) -> dict:
             ended.wait(60)
 
     pace.Schedule.choose = choose
-    checkpointer = training.checkpointer(args["directory"], memory_every=1, timeout=timedelta(seconds=args["timeout_s"]))
-    checkpointer.load()
+    training, checkpointer, *_ = begin(rank, world, args, memory_every=1, timeout=timedelta(seconds=args["timeout_s"]))
     for step in range(1, 5):
         training.go_to(step)
         checkpointer.snapshot(step)
@@ -463,7 +453,7 @@ def left_out(rank: int, world: int, args: dict) -> dict:
 
 def exchange_fails(rank: int, world: int, args: dict) -> dict:
     """At the last copy rank 1 raises an error in the exchange of parts, or has not come to it before all have ended."""
-    training, ended, genuine = Training(rank, world), threading.Event(), mirror.Mirror.exchange
+    ended, genuine = threading.Event(), mirror.Mirror.exchange
 
     def exchange(*call: Any) -> None:
         if rank == 1 and training.loader.step >= 3:
@@ -475,8 +465,7 @@ def exchange_fails(rank: int, world: int, args: dict) -> dict:
     mirror.Mirror.exchange = exchange
     if not args["error"]:
         pace.CLOSE_S = 0.5
-    checkpointer = training.checkpointer(args["directory"], memory_every=1, timeout=timedelta(seconds=args["timeout_s"]))
-    checkpointer.load()
+    training, checkpointer, *_ = begin(rank, world, args, memory_every=1, timeout=timedelta(seconds=args["timeout_s"]))
     for step in range(1, 4):
         training.go_to(step)
         checkpointer.snapshot(step)
@@ -488,55 +477,15 @@ def exchange_fails(rank: int, world: int, args: dict) -> dict:
     return {"due": checkpointer._memory._schedule.due}
 
 
-def stale_prune(rank: int, world: int, args: dict) -> dict:
-    """Save, stop, and prune when another group has taken over."""
-    training = Training(rank, world)
-    checkpointer = training.checkpointer(args["directory"], keep_last=1)
-    checkpointer.load()
-    training.go_to(1)
-    checkpointer.save(1, wait=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    return {"raised": raised_by(lambda: list(checkpointer._retention.prune("step_00000001.g0001")))}
-
-
 def unsharded_gradients(rank: int, world: int, args: dict) -> dict:
     """A save in the middle of an accumulation that FSDP2 keeps to itself, and one after it."""
-    training = Training(rank, world)
-    checkpointer = training.checkpointer(args["directory"])
-    checkpointer.load()
+    training, checkpointer, *_ = begin(rank, world, args)
     training.model.set_requires_gradient_sync(False)
     training.model(torch.ones(2, 30)).sum().backward()
     raised = raised_by(checkpointer.save, 1, accumulation=1)
     checkpointer.wait()
     told = checkpointer.last_error
     checkpointer.save(1, wait=True)
-    return {"raised": raised, "told": told, "saved": checkpointer.last_saved}
-
-
-def go_back(rank: int, world: int, args: dict) -> dict:
-    """Load again in the same process, and train the steps again."""
-    training = Training(rank, world)
-    checkpointer = training.checkpointer(args["directory"], keep_last=9)
-    first = checkpointer.load().step
-    for step in (first + 1, first + 2):
-        training.go_to(step)
-        checkpointer.save(step)
-    back = checkpointer.load()
-    wrong = training.wrong(back.step)
-    training.go_to(back.step + 1)
-    checkpointer.save(back.step + 1, wait=True)
-    return {"first": first, "back": back.step, "wrong": wrong, "error": checkpointer.last_error}
-
-
-def wrong_steps(rank: int, world: int, args: dict) -> dict:
-    """Save with a step that is none, and then with two that are."""
-    checkpointer = Training(rank, world).checkpointer(args["directory"], timeout=timedelta(seconds=60))
-    checkpointer.load()
-    raised = raised_by(checkpointer.save, args["wrong"])
-    told = []
-    for step in (2, 3):
-        checkpointer.save(step, wait=True)
-        told.append(checkpointer.last_error)
     return {"raised": raised, "told": told, "saved": checkpointer.last_saved}
 
 
@@ -597,12 +546,10 @@ def calls(rank: int, world: int, args: dict) -> dict:
 
 def extra_of_rank_0(rank: int, world: int, args: dict) -> dict:
     """Rank 0 has an average beside the model; the others have what args say: no such object, or an empty one. Save and load."""
-    training = Training(rank, world)
     held = Meter()
     held.state = {"t": torch.full((3,), 7.0)} if rank == 0 else {}
     extra = {"average": held} if rank == 0 or args["others"] == "an empty one" else {}
-    checkpointer = training.checkpointer(args["directory"], extra=extra)
-    checkpointer.load()
+    _, checkpointer, *_ = begin(rank, world, args, extra=extra)
     checkpointer.save(1, wait=True)
     error = checkpointer.last_error
     if rank == 0:
@@ -693,8 +640,8 @@ TASKS = {
     task.__name__: task
     for task in (
         *(calls, train, copy_to_memory, meter, averages, refused, together, slow_buffers, left_out, exchange_fails),
-        *(unsharded_gradients, go_back, wrong_steps, extra_of_rank_0, unforeseen, unreadable_manifest, refused_load),
-        *(late_generation, stale_prune, alone, checkpointed),
+        *(unsharded_gradients, extra_of_rank_0, unforeseen, unreadable_manifest, refused_load),
+        *(late_generation, alone, checkpointed),
     )
 }
 

@@ -39,7 +39,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def files(tmp_path: Path, fresh: None, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of the agent that this process is told of."""
-    monkeypatch.setenv(worker_env.WORKER_ENV, json.dumps({"metrics": str(tmp_path / "1.0.0")}))
+    monkeypatch.setenv(worker_env.WORKER_ENV, told_of(tmp_path))
     return tmp_path
 
 
@@ -220,17 +220,21 @@ print(sum(counted))
 """
 
 
-def script(code: str, files: Path | None, *options: str) -> subprocess.CompletedProcess[str]:
+def script(code: str, message: str | None, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a worker that has this message from its agent; None: without one."""
     env = {name: value for name, value in os.environ.items() if name != worker_env.WORKER_ENV}
-    if files is not None:
-        env[worker_env.WORKER_ENV] = json.dumps({"metrics": str(files / "1.0.0")})
+    env |= {} if message is None else {worker_env.WORKER_ENV: message}
     command = [sys.executable, *options, "-c", code]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
+def told_of(files: Path) -> str:
+    return json.dumps({"metrics": str(files / "1.0.0")})
+
+
 @pytest.mark.full
 def test_forks_amid_counting_threads_lose_nothing_and_count_nothing_twice(tmp_path):
-    done = script(FORKS, tmp_path)
+    done = script(FORKS, told_of(tmp_path))
     assert done.returncode == 0, done.stderr
     found = written(tmp_path)
     assert found["seen", "parent"] == (int(done.stdout),)
@@ -268,7 +272,7 @@ libc.syscall(60, 0)
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers of system calls are those of x86_64")
 @pytest.mark.parametrize("has_agent", [True, False])
 def test_counting_makes_no_system_call(tmp_path, has_agent):
-    where = tmp_path if has_agent else None
+    where = told_of(tmp_path) if has_agent else None
     done = script(NO_CALLS.replace("EXTRA", ""), where)
     assert (done.returncode, done.stdout) == (0, "counted"), done.stderr
     if has_agent:
@@ -301,11 +305,9 @@ def test_without_an_agent_nothing_is_opened():
 
 
 @pytest.mark.seam
-def test_a_message_that_names_no_file_is_no_error(tmp_path):
+def test_a_message_that_names_no_file_is_no_error():
     for message in ("{}", '{"metrics": null}', '{"metrics": "/proc/no/such/place"}', "rubbish"):
-        env = {**os.environ, worker_env.WORKER_ENV: message}
-        code = "from elastic_ext import metrics; metrics.counter('seen', '').inc(); print('counted')"
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=False)
+        done = script("from elastic_ext import metrics; metrics.counter('seen', '').inc(); print('counted')", message)
         assert (done.returncode, done.stdout) == (0, "counted\n")
         assert done.stderr.count("the agent does not see new metrics") == int("no/such" in message or message == "rubbish")
 

@@ -31,7 +31,7 @@ from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from tests.checkpoints.choice.scenes import flip, resumed
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
-from tests.jobs import AGENT, Job, run
+from tests.jobs import AGENT, run
 
 
 def save(directory: Path, step: int, age_s: float = 0.0) -> Path:
@@ -96,19 +96,20 @@ def test_a_damaged_one_is_not_resumed(tmp_path):
     assert resumed(tmp_path, verify="off").step == 7
     assert resumed(tmp_path).step == 5
     assert resumed(tmp_path, verify="full").step == 5
+    (passed,) = listing.newest_complete(str(tmp_path), listing.Wanted(verify=Mode.FULL)).passed_over
+    assert (passed.reason.partition(":")[0], passed.distrusted) == ("damaged", True)
 
 
 def test_all_bad(tmp_path):
     """With the list; but begin from nothing where the user says so, and where nothing was ever finished."""
+    (tmp_path / "step_9.pt").write_bytes(b"PK\x03\x04")
+    assert resumed(tmp_path).path == ""
     damage(save(tmp_path, 7))
     own_files.quarantine(open_storage(str(tmp_path)), save(tmp_path, 5).name, "NaN")
-    with pytest.raises(BadCheckpoints, match=r"(?s)step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"):
+    each = r"(?s)step_9\.pt: .*step_7\.pt: damaged.*step_5\.pt: quarantined: NaN.*resume_from=none"
+    with pytest.raises(BadCheckpoints, match=each):
         resumed(tmp_path)
     assert resumed(tmp_path, resume_from="none").path == ""
-    torn = tmp_path / "torn"
-    torn.mkdir()
-    (torn / "step_7.pt").write_bytes(b"PK\x03\x04")
-    assert resumed(torn).path == ""
 
 
 def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
@@ -116,16 +117,19 @@ def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str
 
 
 def test_what_is_quarantined(tmp_path):
+    """A later checkpoint of the same name counts."""
     save(tmp_path, 5)
     assert quarantined(tmp_path, str(tmp_path / "step_5.pt")) is None  # the only one may not be to blame
     for step in (3, 7):
-        save(tmp_path, step)
+        save(tmp_path, step, age_s=10)
     assert quarantined(tmp_path, str(tmp_path / "step_5.pt")) == "step_5.pt"
     assert quarantined(tmp_path, "", newest=True) == "step_7.pt"
     assert resumed(tmp_path).step == 3
     assert (tmp_path / "step_7.pt").exists()
     assert quarantined(tmp_path, "") is None
     assert quarantined(tmp_path, str(tmp_path / "gone.pt")) is None
+    save(tmp_path, 7)
+    assert resumed(tmp_path).step == 7
 
 
 @pytest.mark.parametrize(
@@ -158,21 +162,14 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
     assert own_files.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
-def test_a_later_checkpoint_of_the_same_name_counts(tmp_path):
-    save(tmp_path, 5)
-    save(tmp_path, 7, age_s=10)
-    quarantined(tmp_path, str(tmp_path / "step_7.pt"))
-    assert resumed(tmp_path).step == 5
-    save(tmp_path, 7)
-    assert resumed(tmp_path).step == 7
-
-
 def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_path):
-    """In both tiers; what has no step, too, but for what the round resumed from. Nothing is removed."""
+    """In both tiers; what has no step, too, but for what the round resumed from. Nothing is removed. What a script was saving as
+    it was stopped may be saved again."""
     remote, local = tmp_path / "remote", tmp_path / "local"
     remote.mkdir()
-    for step in (3, 5, 7):
+    for step in (3, 5, 7, 8):
         save(remote, step)
+    os.truncate(remote / "step_8.pt", 1000)
     for name in ("latest.pt", "first.pt"):
         torch.save({"weights": torch.arange(1000)}, remote / name)
     save_part([local], 5)
@@ -182,17 +179,9 @@ def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_pa
     assert set(found) == {"step_7.pt", "latest.pt", directory_name(9, 1)}
     assert own_files.quarantined_names(open_storage(str(remote))) == set(found)
     assert (remote / "step_7.pt").exists()
+    save(remote, 8)
+    assert resumed(remote).step == 8
     assert agreement.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
-
-
-def test_what_a_script_was_saving_as_it_was_stopped_may_be_saved_again(tmp_path):
-    save(tmp_path, 5)
-    torn = tmp_path / "step_7.pt"
-    torn.write_bytes(save(tmp_path, 7).read_bytes()[:1000])
-    assert agreement.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == []
-    assert resumed(tmp_path).step == 5
-    save(tmp_path, 7)
-    assert resumed(tmp_path).step == 7
 
 
 def test_what_is_refused_of_ours_stays_refused_while_a_node_still_copies_its_part_there(tmp_path):
@@ -412,32 +401,33 @@ if not os.path.exists(later):
 """
 
 
+@pytest.fixture
+def directory(tmp_path):
+    """Of the checkpoints of a job whose script is job.py."""
+    (tmp_path / "job.py").write_text(SCRIPT)
+    (tmp_path / "checkpoints").mkdir()
+    return tmp_path / "checkpoints"
+
+
 @pytest.mark.full
-def test_a_job_goes_back_to_one_that_works(tmp_path):
+def test_a_job_goes_back_to_one_that_works(tmp_path, directory):
     """7 cannot be loaded; twice there is the same crash after 5 was; past 3 the loss is nan, which was saved as 9."""
-    script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
-    script.write_text(SCRIPT)
-    directory.mkdir()
     for step in (3, 5, 7):
         save(directory, step, age_s=30 - step)
     damage(directory / "step_7.pt")
     conf = f"checkpoint_dir={directory},verify=off,backoff=0"
-    done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", script], tmp_path)
+    done = run([*AGENT, "--max-restarts=5", f"--rdzv-conf={conf}", "job.py"], tmp_path)
     assert done.returncode == 0, done.err
     assert re.findall(r"begin (.*)", done.out) == ["7", "5", "5", "3", "3"]
     assert own_files.quarantined_names(open_storage(str(directory))) == {"step_7.pt", "step_5.pt", "step_9.pt"}
 
 
 @pytest.mark.seam
-def test_without_a_good_checkpoint_a_job_stops(tmp_path):
-    script, directory = tmp_path / "job.py", tmp_path / "checkpoints"
-    script.write_text(SCRIPT)
-    directory.mkdir()
+def test_without_a_good_checkpoint_a_job_stops(tmp_path, directory):
     damage(save(directory, 7))
     where = ["--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"]
-    conf = f"checkpoint_dir={directory},verdict_file={tmp_path}/verdict"
-    with Job([*AGENT, *where, f"--rdzv-conf={conf}", script], tmp_path) as job:
-        done = job.finish()
+    conf = f"--rdzv-conf=checkpoint_dir={directory},verdict_file={tmp_path}/verdict"
+    done = run([*AGENT, *where, conf, "job.py"], tmp_path)
     assert done.returncode == 65, done.err
     assert "step_7.pt: damaged" in done.err
     assert "no-checkpoint-left" in (tmp_path / "verdict").read_text()

@@ -68,14 +68,6 @@ def test_where_there_is_nothing_nothing_is_said(tmp_path: Path) -> None:
     assert resumed(tmp_path) == Resumption(reason=f"no complete checkpoint in {tmp_path}")
 
 
-def test_torn_ones_are_not_further_down(tmp_path: Path) -> None:
-    """Their files are no checkpoints."""
-    (scenes.trainer(tmp_path / "checkpoint-5", 5) / "trainer_state.json").unlink()
-    scenes.shards(tmp_path / "step_5").joinpath(".metadata").unlink()
-    saved(tmp_path / "step_5" / "extra_1.pt")
-    assert said(tmp_path) == ""
-
-
 def test_a_deep_and_wide_directory_costs_a_bounded_time(tmp_path: Path) -> None:
     for number in range(listing.MAX_FOLDERS + 50):
         (tmp_path / f"sample{number}").mkdir()
@@ -88,14 +80,18 @@ def test_a_deep_and_wide_directory_costs_a_bounded_time(tmp_path: Path) -> None:
 def test_a_question_is_asked_in_the_first_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("model_9.pt", "ema_9.pt"):
         saved(tmp_path / name, WEIGHTS)
+    question = (
+        "ema_9.pt, model_9.pt belong together, and none is known to hold both an optimizer and what it trains: set "
+        "checkpoint_pattern to the names to resume from, e.g. checkpoint_pattern=model_{step}.pt"
+    )
     found = resumed(tmp_path)
     assert found.path == ""
-    line = start_line("ext_c10d", "run", None, Settings(checkpoint_dir=str(tmp_path)), found)
     main.main(["checkpoints", "ls", str(tmp_path)])
+    line = start_line("ext_c10d", "run", None, Settings(checkpoint_dir=str(tmp_path)), found)
     for shown in (line, capsys.readouterr().out.splitlines()[-1]):
-        assert "ema_9.pt, model_9.pt belong together" in shown
-        assert "set checkpoint_pattern" in shown
+        assert question in shown
         assert "begins from scratch" in shown
+    assert resumed(tmp_path, checkpoint_pattern="model_{step}.pt").step == 9
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="permission bits do not bind root")
@@ -104,26 +100,24 @@ def test_what_cannot_be_read_is_no_error(tmp_path: Path) -> None:
     assert said(tmp_path) == ""
 
 
-# A directory of checkpoints is none itself.
+def run_of(path: Path, make: Callable[[Path, int], Path], name: str) -> Path:
+    """Two checkpoints; return the newer."""
+    for step in (100, 200):
+        newest = make(path / name.format(step), step)
+    return newest
 
 
 def deepspeed_run(path: Path) -> Path:
-    for step in (100, 200):
-        scenes.deepspeed(path / f"global_step{step}", step)
     text(path / "latest", "global_step200")
-    return path / "global_step200"
-
-
-def files_of_steps(path: Path, name: str) -> Path:
-    for step in (100, 200):
-        saved(path / name.format(step), TRAINING, step)
-    return path / name.format(200)
+    return run_of(path, scenes.deepspeed, "global_step{}")
 
 
 def trainer_run(path: Path) -> Path:
-    for step in (100, 200):
-        scenes.trainer(path / f"checkpoint-{step}", step)
-    return path / "checkpoint-200"
+    return run_of(path, scenes.trainer, "checkpoint-{}")
+
+
+def files_of_steps(path: Path, name: str) -> Path:
+    return run_of(path, lambda file, step: saved(file, TRAINING, step), name)
 
 
 @pytest.mark.parametrize(
@@ -168,9 +162,6 @@ def test_numbered_parts_are_no_checkpoints(tmp_path: Path, name: str) -> None:
         assert resumed(tmp_path / folder).path == str(tmp_path / folder / folder)
 
 
-# What else is said.
-
-
 def question(path: Path) -> None:
     for at, name in enumerate(("D_5.pth", "G_5.pth")):
         saved(path / "models" / name, TRAINING, at)
@@ -199,11 +190,14 @@ def test_what_is_said(tmp_path: Path, make: Callable[[Path], object], expected: 
 
 
 def test_what_a_tool_leaves_above_its_checkpoints(tmp_path: Path) -> None:
-    """The directory is not a checkpoint itself."""
+    """The directory is not a checkpoint itself. Nor are the files of torn ones."""
     (scenes.trainer(tmp_path / "a" / "checkpoint-5", 5) / "optimizer.pt").unlink()
     text(tmp_path / "a" / "trainer_state.json", {"global_step": 5})
     text(tmp_path / "b" / "torchtune_config.yaml", "lr: 1")
     inner = saved(tmp_path / "c" / "mp_rank_00" / "gpt--step=100.ckpt")
     half(scenes.accelerate(tmp_path / "d" / "checkpoint_5") / "optimizer.bin")
     scenes.accelerate(tmp_path / "d", weights="vae/model.safetensors")
-    assert [said(tmp_path / each) for each in "abcd"] == ["", "", BELOW.format(inner), ""]
+    (scenes.trainer(tmp_path / "e" / "checkpoint-5", 5) / "trainer_state.json").unlink()
+    scenes.shards(tmp_path / "e" / "step_5").joinpath(".metadata").unlink()
+    saved(tmp_path / "e" / "step_5" / "extra_1.pt")
+    assert [said(tmp_path / each) for each in "abcde"] == ["", "", BELOW.format(inner), "", ""]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -50,9 +49,6 @@ def decided(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
     return resume and resume.path.removeprefix("/c/")
 
 
-# The order.
-
-
 @pytest.mark.parametrize(
     ("entries", "expected"),
     [
@@ -68,38 +64,29 @@ def decided(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
         ([entry("e_1_s_90.pt", 1), entry("e_2_s_5.pt", 2)], "e_2_s_5.pt"),  # the step begins again with each epoch
         ([entry("r_1_s_90.pt", 2), entry("r_2_s_5.pt", 1)], "r_1_s_90.pt"),  # two runs side by side
         ([entry("loss-0.5.pt", 2), entry("loss-0.9.pt", 1)], "loss-0.5.pt"),  # a value is no step
+        ([entry("step_8.pt", 8), entry("step_2.pt", 2), entry("epoch_1.pt", 5)], "epoch_1.pt"),  # 8 is torn, 2 is older than this
     ],
 )
 def test_which_of_complete_ones(entries: list[Entry], expected: str) -> None:
-    assert decided(entries) == decided(entries[::-1]) == expected
+    assert decided(entries, {"step_8.pt"}) == decided(entries[::-1], {"step_8.pt"}) == expected
 
 
 def test_incomplete_ones_are_passed_over_with_a_reason() -> None:
-    entries = [entry(f"s_{step}.pt", step) for step in range(5)]
-    choice = decide(entries, {"s_4.pt", "s_3.pt"})
+    """Of what is unusable nothing is looked at."""
+    looked: list[str] = []
+    entries = [*(entry(f"s_{step}.pt", step) for step in range(5)), entry("s_5.pt", 5, unusable="a dangling link")]
+    choice = decide(entries, {"s_4.pt", "s_3.pt"}, looked)
     assert (choice.resume.path, choice.resume.step) == ("/c/s_2.pt", 2)
     assert "newest complete of 5 named s_#.pt" in choice.resume.reason
-    assert [(passed.path, passed.reason) for passed in choice.passed_over] == [("/c/s_4.pt", "said so"), ("/c/s_3.pt", "said so")]
-
-
-def test_a_family_counts_by_its_newest_complete_member() -> None:
-    """The newest file of all is broken; what is left of its family is older than the other family's best."""
-    entries = [entry("step_8.pt", 8), entry("step_2.pt", 2), entry("epoch_1.pt", 5)]
-    assert decided(entries, {"step_8.pt"}) == "epoch_1.pt"
+    passed = [(passed.path, passed.reason) for passed in choice.passed_over]
+    assert passed == [("/c/s_5.pt", "a dangling link"), ("/c/s_4.pt", "said so"), ("/c/s_3.pt", "said so")]
+    assert looked == ["s_4.pt", "s_3.pt", "s_2.pt"]
 
 
 def test_only_what_may_change_the_choice_is_looked_at() -> None:
     looked: list[str] = []
     decide([entry(f"s_{step}.pt", step) for step in range(10_000)] + [entry("best.pt", 17)], set(), looked)
     assert looked == ["s_9999.pt"]
-
-
-def test_a_directory_is_inspected_whatever_its_own_time() -> None:
-    """Removing a file from it makes it look new, and that says nothing of when its checkpoint was written."""
-    entries = [entry("step_3", 1, is_dir=True), entry("epoch_9.pt", 5)]
-    written = {"step_3": 7.0, "epoch_9.pt": 5.0}
-    resume = choose(candidates_among(entries), lambda item: Inspection(True, DCP, "", written[item.name])).resume
-    assert resume.step == 3
 
 
 def test_names_that_are_never_looked_at() -> None:
@@ -109,16 +96,6 @@ def test_names_that_are_never_looked_at() -> None:
     looked: list[str] = []
     assert decide(entries, set(), looked) == Choice(None)
     assert looked == []
-
-
-def test_unusable_entries_are_passed_over_without_a_look() -> None:
-    looked: list[str] = []
-    choice = decide([entry("s_2.pt", unusable="a dangling link"), entry("s_1.pt")], set(), looked)
-    assert looked == ["s_1.pt"]
-    assert choice.passed_over[0].reason == "a dangling link"
-
-
-# Real checkpoints.
 
 
 @pytest.fixture
@@ -141,11 +118,6 @@ def save_dcp(path: Path) -> Path:
 
 def at(path: Path, seconds: float) -> None:
     os.utime(path, (seconds, seconds))
-
-
-def test_a_directory_that_does_not_exist_yet(tmp_path: Path) -> None:
-    assert newest_complete(str(tmp_path / "not" / "yet")) == Choice(None)
-    assert newest_complete(str(tmp_path)) == Choice(None)
 
 
 @pytest.mark.parametrize(
@@ -200,19 +172,6 @@ def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
     }
 
 
-def test_no_damage_of_the_zip_directory_raises(tmp_path: Path) -> None:
-    whole = save_file(tmp_path / "a.pt").read_bytes()
-    start = whole.index(b"PK\x01\x02")
-    chance = random.Random(0)
-    verdicts = set()
-    for _ in range(3000):
-        data = bytearray(whole)
-        for _ in range(chance.choice((1, 1, 2, 8))):
-            data[chance.randrange(start, len(data))] = chance.choice((0, 0xFF, chance.randrange(256)))
-        verdicts.add(single_files.check(entry("a.pt"), io.BytesIO(bytes(data))).complete)
-    assert verdicts == {True, False}
-
-
 def test_only_the_tail_of_a_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "big.pt"
     torch.save({"model": torch.zeros(4 << 20)}, path)  # 16 MiB
@@ -247,18 +206,14 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 @pytest.mark.parametrize(
     ("damage", "name", "said"),
     [
         (Path.unlink, ".metadata", "no .metadata, the save did not finish"),
         (lambda path: path.rename(f"{path}.tmp"), ".metadata", "no .metadata, the save did not finish"),
-        (empty, ".metadata", ".metadata is empty, the save did not finish"),
+        (lambda path: os.truncate(path, 0), ".metadata", ".metadata is empty, the save did not finish"),
         (Path.unlink, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is missing"),
-        (empty, "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is missing"),
+        (lambda path: os.truncate(path, 0), "__0_0.distcp", ".metadata without any non-empty .distcp file: the data is missing"),
     ],
 )
 def test_an_unfinished_distributed_checkpoint_is_passed_over(tmp_path: Path, damage: Any, name: str, said: str) -> None:
@@ -309,33 +264,23 @@ def test_a_link_beside_its_target_gives_the_target(tmp_path: Path) -> None:
 
 
 def test_a_link_to_elsewhere_is_a_candidate(tmp_path: Path) -> None:
-    here = tmp_path / "here"
-    here.mkdir()
-    save_dcp(tmp_path / "elsewhere")
-    (here / "latest").symlink_to(tmp_path / "elsewhere")
-    (here / "step_3.pt").symlink_to(save_file(tmp_path / "blob"))
+    (tmp_path / "here").mkdir()
+    for link, target in (("latest", save_dcp(tmp_path / "elsewhere")), ("step_3.pt", save_file(tmp_path / "blob"))):
+        (tmp_path / "here" / link).symlink_to(target)
     at(tmp_path / "blob", 5)
-    assert resume_in(here).path == str(here / "latest")
-    (here / "latest").unlink()
-    assert resume_in(here).path == str(here / "step_3.pt")
-
-
-def test_names_with_spaces_and_other_letters(tmp_path: Path) -> None:
-    odd = tmp_path / "my run, 실험 = #1"
-    odd.mkdir()
-    save_file(odd / "체크 포인트 (12).pt")
-    assert resume_in(odd).path == str(odd / "체크 포인트 (12).pt")
-    save_dcp(odd / "étape 13")
-    os.utime(odd / "체크 포인트 (12).pt", (1, 1))
-    assert resume_in(odd).path == str(odd / "étape 13")
+    assert resume_in(tmp_path / "here").path == str(tmp_path / "here" / "latest")
+    (tmp_path / "here" / "latest").unlink()
+    assert resume_in(tmp_path / "here").path == str(tmp_path / "here" / "step_3.pt")
 
 
 def test_the_path_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_file(tmp_path / "step_1.pt")
-    monkeypatch.chdir(tmp_path.parent)
-    monkeypatch.setenv("HOME", str(tmp_path.parent))
-    for same in (tmp_path.name, f"{tmp_path}/", f"file://{tmp_path}", f"~/{tmp_path.name}"):
-        assert resume_in(same).path == str(tmp_path / "step_1.pt"), same
+    odd = tmp_path / "my run, 실험 = #1"
+    odd.mkdir()
+    save_file(odd / "체크 포인트 (12).pt")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for same in (odd.name, f"{odd}/", f"file://{odd}", f"~/{odd.name}"):
+        assert resume_in(same).path == str(odd / "체크 포인트 (12).pt"), same
 
 
 @pytest.mark.seam
@@ -348,10 +293,9 @@ def test_a_local_path_does_not_import_fsspec(tmp_path: Path) -> None:
     assert done.stdout == "set()\n"
 
 
-# What the user got wrong.
-
-
-def test_a_file_instead_of_a_directory(tmp_path: Path, memory: Any) -> None:
+def test_a_directory_that_is_none(tmp_path: Path, memory: Any) -> None:
+    """One that does not exist yet holds nothing; a file in its place is an error."""
+    assert newest_complete(str(tmp_path / "not" / "yet")) == newest_complete(str(tmp_path)) == Choice(None)
     path = save_file(tmp_path / "checkpoint.pt")
     memory.pipe("/bucket/step_1.pt", b"x")
     for wrong in (path, f"file://{path}", path / "below", "memory://bucket/step_1.pt"):
@@ -391,39 +335,14 @@ def test_a_directory_that_may_not_be_read(tmp_path: Path, mode: int) -> None:
     )
 
 
-# Other filesystems.
-
-
-class CachingMemory(MemoryFileSystem):
-    """fsspec's memory filesystem with the listings cache that its object-store filesystems have."""
-
-    protocol = "cachingmemory"
-    store: dict[str, Any] = {}  # noqa: RUF012 - as in the base class
-    pseudo_dirs: list[str] = [""]  # noqa: RUF012
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return MemoryFileSystem._strip_protocol(path.replace("cachingmemory://", "memory://"))
-
-    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        path = self._strip_protocol(path)
-        if path not in self.dircache:
-            self.dircache[path] = super().ls(path, detail=True)
-        return self.dircache[path] if detail else [info["name"] for info in self.dircache[path]]
-
-    def invalidate_cache(self, path: str | None = None) -> None:
-        self.dircache.clear()
-
-
-def test_each_call_lists_anew(tmp_path: Path) -> None:
-    fsspec.register_implementation("cachingmemory", CachingMemory, clobber=True)
-    data = save_file(tmp_path / "a.pt").read_bytes()
-    filesystem = fsspec.filesystem("cachingmemory")
-    filesystem.pipe("/bucket/step_1.pt", data)
-    assert chosen("cachingmemory://bucket") == ("step_1.pt", 1)
-    filesystem.pipe("/bucket/step_2.pt", data)
-    assert len(filesystem.ls("/bucket")) == 1  # the cache is there
-    assert chosen("cachingmemory://bucket") == ("step_2.pt", 2)
+def test_each_call_lists_the_storage_again(tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As filesystems of object stores do, this one keeps its listings."""
+    kept, listed = {}, MemoryFileSystem.ls
+    monkeypatch.setattr(MemoryFileSystem, "ls", lambda *args, **options: kept.setdefault(args[1:], listed(*args, **options)))
+    monkeypatch.setattr(MemoryFileSystem, "invalidate_cache", lambda *args: kept.clear())
+    for step in (1, 2):
+        memory.pipe(f"/bucket/step_{step}.pt", save_file(tmp_path / "a.pt").read_bytes())
+        assert chosen("memory://bucket") == (f"step_{step}.pt", step)
 
 
 def test_what_a_storage_says_of_time() -> None:

@@ -31,8 +31,6 @@ from tests.checkpoints.choice.scenes import (
     text,
 )
 
-# Directories of tools: the newest of two is chosen, with its step; a part that is gone or cut short makes it torn.
-
 Make = Callable[[Path, int], Path]
 
 ZERO = "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
@@ -101,9 +99,6 @@ def test_what_is_said_of_torn_ones(tmp_path: Path) -> None:
         assert "trainer_state" not in reason
 
 
-# What lies beside them.
-
-
 @pytest.mark.parametrize(
     ("tracker", "names", "name", "make"),
     [
@@ -167,9 +162,6 @@ def test_a_model_that_a_trainer_left_in_the_root(tmp_path: Path) -> None:
     (tmp_path / "dataset.pt").unlink()
     shutil.rmtree(tmp_path / "checkpoint-200")
     assert chosen(tmp_path) is None
-
-
-# Files.
 
 
 def test_safetensors_are_said_to_be_weights_only(tmp_path: Path) -> None:
@@ -280,6 +272,7 @@ BY_TIME = {"last.pt", "last.ckpt", "epoch_9.pt", "epoch=0-step=9.ckpt"}  # where
         ({"g_9.pt": TRAINING, "d_9.pt": TRAINING}, None),
         ({"latest_net_G.pth": WEIGHTS, "latest_net_D.pth": WEIGHTS}, None),
         ({"step9-seed1.pt": TRAINING, "step9-seed2.pt": TRAINING}, None),
+        ({f"step9-seed{seed}.ckpt": {"pytorch-lightning_version": "2.4", **TRAINING} for seed in (1, 2)}, None),
     ],
 )
 def test_families_that_belong_together(tmp_path: Path, files: dict[str, object], expected: str | None) -> None:
@@ -304,19 +297,6 @@ def test_two_runs_one_after_the_other_do_not_belong_together(tmp_path: Path) -> 
     assert chosen(tmp_path) is None
 
 
-def test_the_answer_to_the_question(tmp_path: Path) -> None:
-    for name in ("model_9.pt", "ema_9.pt"):
-        saved(tmp_path / name, WEIGHTS)
-    assert newest_complete(str(tmp_path)).question == (
-        "ema_9.pt, model_9.pt belong together, and none is known to hold both an optimizer and what it trains: set "
-        "checkpoint_pattern to the names to resume from, e.g. checkpoint_pattern=model_{step}.pt"
-    )
-    assert chosen(tmp_path, pattern="model_{step}.pt") == ("model_9.pt", 9)
-
-
-# A pattern, and formats that nobody knows.
-
-
 def test_a_pattern_makes_directories_of_unknown_formats_count(tmp_path: Path) -> None:
     for step in (9, 10):
         text(tmp_path / f"state-{step}" / "deep" / "weights.npz", "data")
@@ -337,10 +317,7 @@ def test_directories_that_are_none(tmp_path: Path, name: str) -> None:
     assert chosen(tmp_path) is None
 
 
-# A job that shrinks, and saves that miss a part.
-
-
-SHRUNK = {  # with the tracker that is beside them
+SHRUNK = {  # jobs whose ranks have become fewer, with the tracker that is beside them
     "deepspeed": (lambda at, step, n: scenes.deepspeed(at / f"global_step{step}", step, n), "latest=global_step200"),
     "megatron": (lambda at, step, n: scenes.megatron(at / f"iter_{step:07}", step, n), "latest_checkpointed_iteration.txt=200"),
     "files": (lambda at, step, n: ranks(at, f"s_{step}_rank{{}}.pt", n), "latest=s_200_rank0.pt"),
@@ -379,6 +356,7 @@ def test_temporary_names_are_no_checkpoints(tmp_path: Path) -> None:
 
 
 def with_extra(path: Path) -> Path:
+    """A checkpoint; return a part of it that only the one before it shows. So do the next three."""
     return saved(scenes.shards(path, "optimizer") / "extra_state.pt")
 
 
@@ -402,9 +380,7 @@ def zero_3(path: Path) -> Path:
 
 @pytest.mark.parametrize("make", [with_extra, in_parts, by_ranks, zero_3])
 @pytest.mark.parametrize("damage", [Path.unlink, half], ids=["gone", "half"])
-def test_a_part_that_only_the_previous_checkpoint_shows(
-    tmp_path: Path, make: Callable[[Path], Path], damage: Callable[[Path], object]
-) -> None:
+def test_a_part_that_only_the_previous_checkpoint_shows(tmp_path: Path, make, damage) -> None:
     for step in (100, 200):
         part = make(tmp_path / f"step_{step}")
     assert chosen(tmp_path) == ("step_200", 200)
@@ -415,9 +391,6 @@ def test_a_part_that_only_the_previous_checkpoint_shows(
     if damage is Path.unlink:
         saved(tmp_path / "step_200" / "all.pt")  # it has others instead
         assert (chosen(tmp_path) == ("step_200", 200)) is (make in (with_extra, in_parts))
-
-
-# Files of other programs, beside and within.
 
 
 def test_files_of_other_programs_make_nothing_torn(tmp_path: Path) -> None:
@@ -451,13 +424,9 @@ def test_a_pattern_makes_other_archives_count(tmp_path: Path, name: str) -> None
 
 
 def test_lightnings_files_of_two_callbacks_need_no_question(tmp_path: Path) -> None:
-    lightning = {"pytorch-lightning_version": "2.4", **TRAINING}
     for at, name in enumerate(("epoch=1-step=200.ckpt", "step=200-val_loss=0.31.ckpt")):
-        saved(tmp_path / "a" / name, {"global_step": 200, **lightning}, at)
-    assert chosen(tmp_path / "a") == ("step=200-val_loss=0.31.ckpt", 200)
-    for seed in (1, 2):  # two runs do
-        saved(tmp_path / "b" / f"step9-seed{seed}.ckpt", lightning)
-    assert newest_complete(str(tmp_path / "b")).question
+        saved(tmp_path / name, {"global_step": 200, "pytorch-lightning_version": "2.4", **TRAINING}, at)
+    assert chosen(tmp_path) == ("step=200-val_loss=0.31.ckpt", 200)
 
 
 def test_what_is_asked_for_counts_whatever_its_format(tmp_path: Path) -> None:
@@ -468,9 +437,6 @@ def test_what_is_asked_for_counts_whatever_its_format(tmp_path: Path) -> None:
         resume_from = str(tmp_path / named) if "/" in named else named
         found = chosen(tmp_path / directory, resume_from=resume_from, pattern="x*" if directory == "b" else "")
         assert found == (Path(named).name, step)
-
-
-# The rank whose file it is.
 
 
 @pytest.mark.parametrize("name", ["s_5_tp_rank_{}.pt", "s_5_mp_rank_{:02}.pt", "s_5_local_rank{}.pt", "s_5_dp_rank{}.pt"])
@@ -489,9 +455,3 @@ def test_files_of_the_ranks_of_each_node(tmp_path: Path, second: int) -> None:
     assert chosen(tmp_path) == (name, 200)
     (tmp_path / f"s_200_node1_local_rank{second + 1}.pt").unlink()
     assert chosen(tmp_path) == (name.replace("200", "100"), 100)
-
-
-def test_the_rank_of_an_adapter_is_none_of_the_job(tmp_path: Path) -> None:
-    for rank in (8, 16):
-        saved(tmp_path / f"adapter_rank{rank}_step100.pt", TRAINING, rank)
-    assert "is missing" not in str(newest_complete(str(tmp_path)))

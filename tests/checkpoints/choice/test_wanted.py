@@ -14,7 +14,6 @@ from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.formats.candidates import directory_name
-from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.storage import LocalStorage, RemoteStorage, Storage, open_storage
 from tests.checkpoints.choice.scenes import resume_in
 from tests.checkpoints.formats.test_formats import save_own
@@ -46,20 +45,6 @@ def test_quarantined_ones_are_passed_over_until_lifted(where: str) -> None:
 
 
 @pytest.mark.full("s3")
-def test_all_bad_is_not_the_same_as_nothing(where: str) -> None:
-    held = open_storage(where)
-    held.put(f"{directory_name(9, 1)}/__0_0.distcp", b"torn")
-    choice = newest_complete(where)
-    assert (choice.resume, choice.all_bad, len(choice.passed_over)) == (None, False, 1)  # the very first save was cut off
-    names = [save_own(held, step) for step in (1, 2)]
-    own_files.quarantine(held, names[0], "bad")
-    own_files.quarantine(held, names[1], "bad")
-    choice = newest_complete(where)
-    assert (choice.resume, choice.all_bad) == (None, True)
-    assert [os.path.basename(passed.path) for passed in choice.passed_over] == [directory_name(9, 1), names[1], names[0]]
-
-
-@pytest.mark.full("s3")
 def test_from_nothing_and_from_one_that_is_named(where: str) -> None:
     held = open_storage(where)
     names = [save_own(held, 7, 1), save_own(held, 8, 1), save_own(held, 7, 2)]
@@ -80,23 +65,6 @@ def test_one_that_is_named_and_cannot_be_used(tmp_path: Path) -> None:
     own_files.quarantine(open_storage(str(tmp_path)), names[1], "bad")
     with pytest.raises(UsageError, match=r"resume_from=2 cannot be used: .*quarantined: bad"):
         newest_complete(str(tmp_path), Wanted(resume_from="2"))
-
-
-@pytest.mark.full("s3")
-def test_damage_is_found_before_the_choice(where: str) -> None:
-    held = open_storage(where)
-    names = [save_own(held, step) for step in (1, 2)]
-    data = bytearray(held.read(f"{names[1]}/__1_0.distcp"))
-    data[17] ^= 4
-    held.put(f"{names[1]}/__1_0.distcp", bytes(data))
-    assert chosen(where) == names[1]  # nobody has asked for a look at the content
-    assert chosen(where, verify=Mode.FULL) == names[0]
-    (passed,) = newest_complete(where, Wanted(verify=Mode.FULL)).passed_over
-    assert passed.reason.startswith("damaged: __1_0.distcp: its checksum is ")
-    assert passed.distrusted
-
-
-# What it costs.
 
 
 @pytest.fixture

@@ -112,11 +112,6 @@ def watched(local: Path, remote: Path | str, stall_s: float) -> Iterator[Watched
         found.copier.close(0.0)
 
 
-def pid_of(each: Watched) -> int:
-    (pid,) = copiers(os.getpid())
-    return pid
-
-
 def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, monkeypatch, caplog):
     """Only the stopped one has little time, which begins with its second report; the one after it has as much as it needs."""
     with watched(tmp_path / "local", tmp_path / "remote", LONG_S) as each:
@@ -126,7 +121,8 @@ def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, monkeypatch,
         monkeypatch.setattr(copier.logger, "warning", lambda *args: (setattr(child, "_stall_s", LONG_S), genuine(*args)))
         each.copier.look_now()
         each.until(lambda seen: len(seen.told) > 1)
-        os.kill(pid_of(each), signal.SIGSTOP)
+        (pid,) = copiers(os.getpid())
+        os.kill(pid, signal.SIGSTOP)
         name = save([tmp_path / "local"], 2)
         each.copier.look_now()
         each.until(lambda seen: seen.failed)  # while the job goes on: a metric and one line

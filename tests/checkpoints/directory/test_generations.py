@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.directory.generations import Opener, StaleGroup, open_generation, refuse_stale
+from elastic_ext.checkpoints.directory.generations import KEPT_MARKERS, Opener, StaleGroup, open_generation, refuse_stale
 from elastic_ext.checkpoints.directory.own_files import MARKERS
 from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.storage import open_storage
@@ -52,6 +52,18 @@ def test_the_older_group_is_told_whose_the_directory_is(
     assert "paused" not in message
     raised = RaisedException(f"{StaleGroup.__module__}.StaleGroup", message)
     assert classify(Evidence(0, 1, exception=raised, first_step_done=True)).rule == rule
+
+
+def test_an_older_restart_of_a_launch_may_not_open(tmp_path: Path):
+    """The same one may, and another launch, which counts from 0 again. A few markers stay."""
+    storage = open_storage(str(tmp_path))
+    for number, opener in enumerate((OLD, OLD, Opener("job", 0, "b"), Opener(), Opener("job", 4, "a")), 1):
+        assert open_generation(storage, opener) == number
+    with pytest.raises(StaleGroup, match=r"restart 4 of job job has opened .*, this is restart 3: these workers belong to"):
+        open_generation(storage, OLD)
+    for _ in range(KEPT_MARKERS):
+        open_generation(storage, Opener())
+    assert len(list(storage.entries(MARKERS))) == KEPT_MARKERS
 
 
 TRAINS = """

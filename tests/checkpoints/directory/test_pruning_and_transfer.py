@@ -8,8 +8,9 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,25 +27,11 @@ from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
-from tests.checkpoints.choice.scenes import (
-    OPTIMIZER,
-    TRAINING,
-    WEIGHTS,
-    entry_of,
-    flip,
-    half,
-    ranks,
-    resume_in,
-    saved,
-    tensors,
-    text,
-)
+from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, entry_of, flip, half, ranks, saved, tensors, text
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 
-# Pruning, which is pure.
 
-
-def candidate(step: int, complete: bool = True, format: str = OWN, family: str = "f", **marks: bool) -> PruneCandidate:
+def candidate(step: int, complete: bool = True, format: str = OWN, family: str = "f", **marks: Any) -> PruneCandidate:
     return PruneCandidate(f"{family}{step}", family, step, format, complete, **marks)
 
 
@@ -73,6 +60,20 @@ def test_what_is_pruned(rows: list[PruneCandidate], expected: list[str]) -> None
     assert all(each.reason for each in plan_prune(rows, 2))
 
 
+def test_steps_that_stay_though_newer_ones_do() -> None:
+    """One before a family began, each of so many, and the whole step that is resumed from, whatever else is known of it."""
+    assert removed([candidate(step) for step in (50, 40, 30, 20, 10)], 1, 20) == ["f30", "f10"]
+    begun = [candidate(step, family=name, together="a") for name, steps in (("a", (4, 3, 2, 1)), ("b", (4, 3))) for step in steps]
+    assert removed(begun, 3) == ["a1"]
+    plan = plan_prune([candidate(step, family=name) for name in "ab" for step in (3, 2, 1)], 1, resumed=("a2",))
+    assert {each.name: each.reason for each in plan if not each.remove} == {
+        "a3": "among the newest 1",
+        "a2": "a job would resume from it",
+        "b3": "among the newest 1",
+        "b2": "of the step that a job would resume from",
+    }
+
+
 def test_the_last_copy_is_never_removed() -> None:
     chance = random.Random(4)
     for _ in range(2000):
@@ -94,9 +95,6 @@ def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypa
     assert (tmp_path / name / "__0_0.distcp").exists()
 
 
-# Copying.
-
-
 @pytest.fixture
 def target(where: str) -> Storage:
     return open_storage(where)
@@ -115,6 +113,7 @@ def source(tmp_path: Path) -> Storage:
 
 @pytest.mark.full("s3")
 def test_copies_are_whole(tmp_path: Path, source: Storage, target: Storage) -> None:
+    """And sent once; of one that was damaged in the target what is damaged is sent again."""
     dcp.save({"w": torch.ones(9)}, checkpoint_id=tmp_path / "source" / "step_1", no_dist=True)
     save_trainer(tmp_path / "source" / "checkpoint-5")
     torch.save({"step": 3}, tmp_path / "source" / "a.pt")
@@ -124,28 +123,26 @@ def test_copies_are_whole(tmp_path: Path, source: Storage, target: Storage) -> N
         assert seen[-1] == (sent, sent)
         assert detect.check(target, entry_of(target, name)).complete
         assert verify(target, entry_of(target, name)).sound
-        sent_again = copy(source, target, entry_of(source, name))
-        assert sent_again == 0
+        assert copy(source, target, entry_of(source, name)) == 0
+    data = target.read(f"{NAME}/__0_0.distcp")
+    target.put(f"{NAME}/__0_0.distcp", bytes([data[0] ^ 1]) + data[1:])
+    assert copy(source, target, entry_of(source, NAME)) == len(data)
     copy(target, open_storage(str(tmp_path / "back")), entry_of(target, NAME))
     assert newest_complete(str(tmp_path / "back")).resume is not None
 
 
 @pytest.mark.full("s3")
 def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, source: Storage, target: Storage) -> None:
-    for most in range(4):
-        blocks = 0
+    for most in range(3):  # then two files are there; what is left is one of them and the manifest
+        blocks = iter(range(most))
 
-        def throttle(count: int, most: int = most) -> None:
-            nonlocal blocks
-            blocks += 1
-            if blocks > most:
+        def throttle(count: int, blocks: Iterator[int] = blocks) -> None:
+            if next(blocks, None) is None:
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
             copy(source, target, entry_of(source, NAME), throttle=throttle)
         assert newest_complete(target.address).resume is None
-        if most == 2:
-            break  # two files are there; what is left is one of them and the manifest
     total = sum(file.stat().st_size for file in tmp_path.glob(f"source/{NAME}/**/*") if file.is_file())
     assert 0 < copy(source, target, entry_of(source, NAME)) < total - 1000
     assert verify(target, entry_of(target, NAME)).sound
@@ -163,23 +160,10 @@ def test_a_damaged_one_is_not_copied(tmp_path: Path, source: Storage, target: St
 
 
 @pytest.mark.full("s3")
-def test_what_was_damaged_in_the_target_is_sent_again(source: Storage, target: Storage) -> None:
-    copy(source, target, entry_of(source, NAME))
-    data = bytearray(target.read(f"{NAME}/__0_0.distcp"))
-    data[9] ^= 1
-    target.put(f"{NAME}/__0_0.distcp", bytes(data))
-    assert copy(source, target, entry_of(source, NAME)) == len(data)
-    assert verify(target, entry_of(target, NAME)).sound
-
-
-@pytest.mark.full("s3")
 def test_another_checkpoint_of_the_same_name_is_not_overwritten(source: Storage, target: Storage) -> None:
     save_own(target, 5, run_id="another")
     with pytest.raises(UsageError, match="another checkpoint with the same name"):
         copy(source, target, entry_of(source, NAME))
-
-
-# Commands.
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -320,16 +304,6 @@ def test_prune_keeps_what_is_pinned_of_all_ranks(tmp_path: Path) -> None:
     assert [name for name in left if name.startswith("s_")] == [f"s_{step}_rank{rank}.pt" for step in (1, 3) for rank in (0, 1)]
 
 
-def test_a_step_without_all_its_ranks_or_nodes(tmp_path: Path) -> None:
-    """It counts for none, and may still be written."""
-    for step, count in ((1, 4), (2, 4), (3, 3)):
-        ranks(tmp_path / "ranks", f"s_{step}_rank{{}}.pt", count)
-    assert len(pruned(tmp_path / "ranks", "--keep-last=1")) == 4 + 3
-    for step, node in ((100, 0), (100, 1), (200, 0)):
-        ranks(tmp_path / "nodes", f"step{step}_node{node}_rank{{}}.pt", 2, step)
-    assert len(pruned(tmp_path / "nodes", "--keep-last=1")) == 6
-
-
 def test_prune_never_takes_what_is_not_understood(tmp_path: Path) -> None:
     for step in range(5):
         text(tmp_path / f"state-{step}" / "weights.npz", "data")
@@ -380,7 +354,7 @@ def test_a_copy_counts_once_it_is_whole(tmp_path: Path, name: str) -> None:
         upkeep.copy(source, target, entry, throttle=stop)
     assert newest_complete(target.address).resume is None
     assert upkeep.copy(source, target, entry) > 0
-    assert resume_in(target.address).path == target.path(name)
+    assert scenes.resume_in(target.address).path == target.path(name)
     assert not any(path.name.endswith("-unfinished") for path in (tmp_path / "b").iterdir())
 
 
@@ -410,18 +384,19 @@ def test_ls_of_several_files(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "together" not in rows["checkpoint_7"]
 
 
-# Prune never takes what a job needs.
-
-
 def steps(directory: Path, name: str, value: object, *numbers: int, content: int = 0) -> None:
     """Files of these steps. content: their steps by their content are so many times larger; 0: it says none."""
     for step in numbers:
         saved(directory / name.format(step), {**value, "step": step * content} if content else value, step)  # type: ignore[dict-item]
 
 
-def of_ranks(path: Path) -> None:
-    for step in (100, 200):
-        ranks(path, f"ep0-ba{step}-rank{{}}.pt", 8, step)
+def of_ranks(*rows: tuple[str, int]) -> Callable[[Path], None]:
+    """Makes files of so many ranks with these names, one after the other."""
+    return lambda path: [ranks(path, name, count, at) for at, (name, count) in enumerate(rows)]
+
+
+def names(*rows: tuple[str, int]) -> list[str]:
+    return [name.format(rank) for name, count in rows for rank in range(count)]
 
 
 def one_torn(path: Path) -> None:
@@ -452,7 +427,11 @@ def files(*rows: tuple[str, object, Iterable[int]]) -> Callable[[Path], None]:
     return make
 
 
+LACKS_A_RANK = ("s_2_rank{}.pt", 4), ("s_3_rank{}.pt", 3)
+LACKS_A_NODE = ("s_1_node0_rank{}.pt", 2), ("s_1_node1_rank{}.pt", 2), ("s_2_node0_rank{}.pt", 2)
+PARTS = ("ema", "model", "opt")
 ONE_AHEAD = files(("ema_{}.pt", WEIGHTS, (500, 1000, 1500)), ("checkpoint_{}.pt", TRAINING, (500, 1000)))
+THREE = files(*((f"{name}_{{}}.pt", value, (100, 200)) for name, value in zip(PARTS, (WEIGHTS, WEIGHTS, OPTIMIZER), strict=True)))
 MODELS = ("model_{}.pt", WEIGHTS, (100, 200, 300))
 ONE_BEGUN_LATER = files(("opt_{}.pt", OPTIMIZER, (100, 200)), MODELS, ("ema_{}.pt", WEIGHTS, (200, 300)))
 SEEDS = files(*((f"step{{}}-seed{seed}.pt", TRAINING, (10, 20)) for seed in (1, 2)))
@@ -464,11 +443,16 @@ BEST = "best_coco_bbox_mAP_epoch_{}.pth"
 @pytest.mark.parametrize(
     ("make", "options", "left"),
     [
-        (of_ranks, "", [f"ep0-ba200-rank{rank}.pt" for rank in range(8)]),  # all files of a step, or none
+        (of_ranks(("s_1_rank{}.pt", 8), ("s_2_rank{}.pt", 8)), "", names(("s_2_rank{}.pt", 8))),  # all files of a step, or none
+        # A step without all its ranks or nodes counts for none, and may still be written.
+        (of_ranks(("s_1_rank{}.pt", 4), *LACKS_A_RANK), "", names(*LACKS_A_RANK)),
+        (of_ranks(*LACKS_A_NODE), "", names(*LACKS_A_NODE)),
         (one_torn, "--keep-last=2", [f"{name}_{step}.pt" for name in ("model", "ema", "optimizer") for step in (3, 4, 5)]),
         # What a job resumes from, although it has no part in the newest step; and a pattern cuts no step apart.
         (ONE_AHEAD, "", AHEAD),
         (ONE_AHEAD, "--pattern=ema_{step}.pt", [*AHEAD, "checkpoint_500.pt", "ema_500.pt"]),
+        (THREE, "--pattern=model_{step}.pt", [f"{name}_{step}.pt" for name in PARTS for step in (100, 200)]),
+        (THREE, "--pattern=*_{step}.pt", [f"{name}_200.pt" for name in PARTS]),
         (runs, "--pattern=run_{step}_*.pt", ["run_1_300.pt", "run_2_100.pt"]),
         # A step that lacks a family counts for none.
         (ONE_BEGUN_LATER, "", ["ema_200.pt", "ema_300.pt", "model_200.pt", "model_300.pt", "opt_200.pt"]),
@@ -479,29 +463,11 @@ BEST = "best_coco_bbox_mAP_epoch_{}.pth"
         (files(EPOCHS, (BEST, TRAINING, (17,))), "", [BEST.format(17), "epoch_20.pth"]),
     ],
 )
-def test_what_prune_leaves(tmp_path: Path, make: Callable[[Path], None], options: str, left: list[str]) -> None:
+def test_what_prune_leaves(tmp_path: Path, make: Callable[[Path], None], options: str, left: list[str], capsys) -> None:
     make(tmp_path)
     found = pruned(tmp_path, *(["--keep-last=1"] if "keep" not in options else []), *options.split())
     assert [name for name in found if name != ".elastic_ext"] == sorted(left)
-
-
-def test_the_whole_step_that_is_resumed_from_stays() -> None:
-    """Whatever else is known of them."""
-    rows = [PruneCandidate(f"{name}_{step}", name, step, "x", True) for name in "ab" for step in (3, 2, 1)]
-    plan = plan_prune(rows, 1, resumed=("a_2",))
-    assert {each.name: each.reason for each in plan if not each.remove} == {
-        "a_3": "among the newest 1",
-        "a_2": "a job would resume from it",
-        "b_3": "among the newest 1",
-        "b_2": "of the step that a job would resume from",
-    }
-
-
-def test_a_step_before_a_family_began_counts() -> None:
-    numbers = {"a": (4, 3, 2, 1), "b": (4, 3)}
-    rows = [PruneCandidate(f"{name}_{step}", name, step, "x", True, together="a") for name in numbers for step in numbers[name]]
-    assert removed(rows, 3) == ["a_1"]
-    assert removed([candidate(step) for step in (50, 40, 30, 20, 10)], 1, 20) == ["f30", "f10"]  # every so many steps stay
+    assert ("which the pattern leaves out" in capsys.readouterr().out) == ("model_{step}" in options or "ema_{step}" in options)
 
 
 def test_prune_counts_families_by_the_numbers_in_their_names(tmp_path: Path) -> None:
@@ -511,15 +477,6 @@ def test_prune_counts_families_by_the_numbers_in_their_names(tmp_path: Path) -> 
     assert main.main(["checkpoints", "pin", str(tmp_path), "trainer_epoch_1.pt"]) == 0
     left = [name for name in pruned(tmp_path, "--keep-last=1") if name.endswith(".pt")]
     assert left == [f"{name}_epoch_{epoch}.pt" for name in ("model", "trainer") for epoch in (1, 3)]
-
-
-def test_prune_by_a_pattern_cuts_no_step_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, value in (("model", WEIGHTS), ("ema", WEIGHTS), ("opt", OPTIMIZER)):
-        steps(tmp_path, f"{name}_{{}}.pt", value, 100, 200)
-    before = sorted(os.listdir(tmp_path))
-    assert pruned(tmp_path, "--keep-last=1", "--pattern=model_{step}.pt") == before
-    assert "which the pattern leaves out" in capsys.readouterr().out
-    assert len(pruned(tmp_path, "--keep-last=1", "--pattern=*_{step}.pt")) == 3
 
 
 def test_prune_keeps_what_only_looks_torn_beside_others(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path, groups):
     jobs[first] = nodes.start(first, 14, *SHORT, **slow)
     for name, job in jobs.items():
         job.wait_for("waiting until all checkpoints are copied to")
-        (path,) = resumptions(job)
+        (path,) = re.findall(r"resuming from (\S+), step", job.err)
         assert path.startswith(str(nodes.local(name)))
         assert "newest with all its parts in the nodes' local_dir" in job.err
         assert not (nodes.local(name) / ".elastic_ext" / "fetched").exists()
@@ -167,21 +167,12 @@ def test_what_is_gone_from_everywhere_is_an_error_and_no_new_beginning(saved):
     assert "files are on no node" in saved.groups.stderr.read_text()
 
 
-def kill_a_worker(job: Job) -> None:
-    (pid,) = {int(found[1]) for found in job.wait_for(r"pid (\d+) is at step 6")[:1]}
-    os.kill(pid, signal.SIGKILL)
-
-
-def resumptions(job: Job) -> list[str]:
-    return re.findall(r"resuming from (\S+), step", job.err)
-
-
 def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path, groups):
     """Killed at its work, again and again, while a worker dies too; the job ends well when the last one is there."""
     jobs = [nodes.start(name, 14, HOLD="1") for name in "ab"]
     jobs[0].wait_for("is at step 6")
     kill_the_copier(jobs[0], 1)
-    kill_a_worker(jobs[0])
+    os.kill(int(jobs[0].wait_for(r"pid (\d+) is at step 6")[0][1]), signal.SIGKILL)
     for times in (2, 3):
         kill_the_copier(jobs[0], times)
     for job in jobs:

@@ -107,7 +107,10 @@ def test_the_rank_in_a_name(name: str, pattern: str, ranks: tuple[int, ...], tot
     assert (found.pattern, found.ranks, found.totals) == (pattern, ranks, totals)
 
 
-@pytest.mark.parametrize("name", ["step_5.pt", "step5-seed3.pt", "lora_rank_8.pt", "ranking_3.pt", "franks5.pt", "tensor_3.pt"])
+OF_NO_RANK = ("step_5.pt", "s5-seed3.pt", "lora_rank_8.pt", "adapter_rank8_step5.pt", "ranking_3.pt", "franks5.pt", "tensor_3.pt")
+
+
+@pytest.mark.parametrize("name", OF_NO_RANK)
 def test_names_without_a_rank(name: str) -> None:
     assert rank_name(name) is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,10 +38,6 @@ def spoil(path: Path) -> None:
         (path / "zero.bin").symlink_to("/dev/zero")
 
 
-def own(root: Path) -> str:
-    return save_own(root, 5)
-
-
 def shards(root: Path) -> str:
     dcp.save({"w": torch.arange(100)}, checkpoint_id=root / "step_5", no_dist=True)
     return "step_5"
@@ -51,12 +47,11 @@ def trainers(root: Path) -> str:
     return save_trainer(root / "checkpoint-5", 5).name
 
 
-@pytest.fixture(params=[own, shards, trainers], ids=lambda make: make.__name__)
+@pytest.fixture(params=[partial(save_own, step=5), shards, trainers], ids=["own", "shards", "trainers"])
 def spoiled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     root = tmp_path / "checkpoints"
     root.mkdir()
-    make: Callable[[Path], str] = request.param
-    name = make(root)
+    name = request.param(root)
     spoil(root / name)
     spoil(root)
     (root / "latest").symlink_to(name)
@@ -65,6 +60,7 @@ def spoiled(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
 
 @pytest.mark.seam
 def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tmp_path: Path) -> None:
+    """And commands end."""
     root, name = spoiled
     storage = open_storage(str(root))
     assert resume_in(root).path == str(root / name)
@@ -75,21 +71,15 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     upkeep.copy(storage, target, entry)
     assert dict.fromkeys(file for file, _ in files_of(storage, name)) == dict.fromkeys(file for file, _ in files_of(target, name))
     assert [row.name for row in listing.list_checkpoints(storage) if row.complete] == [name]
-
-
-@pytest.mark.seam
-def test_the_commands_end(spoiled: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    root, name = spoiled
-    for command in (["ls"], ["verify", name], ["verify", "--all"], ["prune", "--yes"], ["pin", name], ["cp", name]):
-        action, *names = command
-        to = [f"--to={tmp_path / 'copy'}"] if action == "cp" else []
-        assert main.main(["checkpoints", action, str(root), *names, *to]) == 0, capsys.readouterr()
+    for action, *names in (["ls"], ["verify", name], ["verify", "--all"], ["prune", "--yes"], ["pin", name]):
+        assert main.main(["checkpoints", action, str(root), *names]) == 0
+    assert main.main(["checkpoints", "cp", str(root), name, f"--to={tmp_path / 'other'}"]) == 0
     assert (root / name).is_dir()
     assert os.path.exists("/proc")
 
 
 def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
-    name = own(tmp_path)
+    name = save_own(tmp_path, 5)
     moved = (tmp_path / name / "__0_0.distcp").rename(tmp_path / "blob")
     (tmp_path / name / "__0_0.distcp").symlink_to(moved)
     storage = open_storage(str(tmp_path))

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.checkpoints.choice.decisions import MemoryChoice, Offers, newest_whole
+from elastic_ext.checkpoints.choice.decisions import Offers, newest_whole
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.storage import open_storage
@@ -37,16 +37,19 @@ class Hosts:
             **request,
         )
 
-    def choose(self, nodes: list[int] | None = None) -> MemoryChoice:
-        """As the agents of these nodes do."""
-        found = [
-            Offers(has_memory=True, memory=tuple(tiers.offers(open_storage(str(self.memory / str(node))))))
-            for node in range(len(nodes or self.nodes))
-        ]
-        return newest_whole(found)
+    def load(self, resume: str = "") -> tuple[int, str]:
+        """Exactly, on each rank; return the step, and the folder and the name of what was loaded."""
+        results = self.run(0, resume)
+        assert None not in results, self._groups.stderr.read_text()[-3000:]
+        assert [result["wrong"] for result in results] == [[]] * sum(self.nodes)
+        paths = {result["step"]: Path(result["path"] or "") for result in results}
+        ((step, path),) = paths.items()
+        return step, f"{'memory' if self.memory in path.parents else path.parent.name}/{path.name}"
 
     def newest(self) -> str:
-        offer = self.choose().offer
+        """The copy that the agents of the nodes choose; "" if there is none."""
+        storages = [open_storage(str(self.memory / str(node))) for node in range(len(self.nodes))]
+        offer = newest_whole([Offers(has_memory=True, memory=tuple(tiers.offers(each))) for each in storages]).offer
         return offer.name if offer is not None else ""
 
     def resize(self, nodes: list[int]) -> None:

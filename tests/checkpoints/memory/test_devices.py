@@ -90,9 +90,6 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
     made.copying.pin(())  # while the simulation stands
 
 
-# Whether the steps are seen.
-
-
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor])
 def test_real_optimizers_steps_are_seen(training: Training, make: Callable[..., torch.optim.Optimizer]) -> None:
     optimizer = stepping(make)
@@ -143,9 +140,6 @@ def test_copies_that_are_gone_watch_no_steps() -> None:
     copying = weakref.ref(Copying([optimizer]))
     assert copying() is None
     optimizer.step()
-
-
-# What the copies hold.
 
 
 def test_a_copy_beside_training_holds_the_state_of_its_step(training: Training) -> None:
@@ -250,9 +244,6 @@ def test_each_device_has_its_own_pairs() -> None:
     }
 
 
-# Pinned buffers.
-
-
 def test_buffers_that_are_let_go_are_unmapped_after_the_copy_into_them(training: Training) -> None:
     copying = training.copying
     old = torch.zeros(8)
@@ -283,9 +274,6 @@ def test_pinned_buffers_are_let_go_before_their_memory_is_mapped_for_another_sav
     training.copying = Copying([])
     gc.collect()
     assert training.cuda.calls == [("pin", buffer.data_ptr()), ("unpin", buffer.data_ptr())]
-
-
-# Stalls.
 
 
 class At:
@@ -327,9 +315,6 @@ def test_copies_on_the_cpu_stall_no_device() -> None:
     assert target.tolist() == [1, 1]
     copying.finish()
     assert copying.device_stall_s() is None
-
-
-# With the saver.
 
 
 class Saved:

@@ -8,7 +8,7 @@ import random
 import signal
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from elastic_ext import Checkpointer
+from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, decode
 from elastic_ext.checkpoints.directory.tiers import own_checkpoints
 from elastic_ext.checkpoints.formats.candidates import order_of
@@ -23,45 +24,28 @@ from elastic_ext.checkpoints.ranks import CheckpointError
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import flip
 from tests.checkpoints.rank_groups import RankGroups, complete, drawn_kill, last_told
-from tests.jobs import SCRIPTS, TORCHRUN, run
 
 pytest.importorskip("torchdata")
 
-JOB = str(SCRIPTS / "checkpointed_job.py")
 KILLS = int(os.environ.get("ELASTIC_EXT_TEST_KILLS", "6"))  # 200: make chaos
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", "5"))
 pytestmark = [pytest.mark.timeout(max(600, 10 * KILLS))]
 
 
-# Exact resumes.
-
-
-def resumes_exactly(start: Callable[[list[str]], object], tmp_path: Path, wrap: tuple[str, ...], at: str) -> None:
-    """In mid-epoch, in mid-accumulation and over the ends of later epochs. start: with these arguments, two ranks."""
-    common = [str(tmp_path / "checkpoints"), "--wrap", *wrap, "--steps", "8"]
-    start([*common, "--out", str(tmp_path / "whole"), "--save", at])
-    start([*common, "--out", str(tmp_path / "resumed")])
+@pytest.mark.full
+@pytest.mark.seam("4:2")
+@pytest.mark.parametrize(("wrap", "at"), [("ddp --no-sync", "4:2"), ("fsdp", "4:1"), ("fsdp", "0:2"), ("ddp --workers 1", "3:0")])
+def test_resume_is_exact_to_the_bit(tmp_path: Path, groups: RankGroups, wrap: str, at: str) -> None:
+    """In mid-epoch, in mid-accumulation and over the ends of later epochs."""
+    common = [str(tmp_path / "checkpoints"), "--wrap", *wrap.split(), "--steps", "8"]
+    for words in (["--out", str(tmp_path / "whole"), "--save", at], ["--out", str(tmp_path / "resumed")]):
+        groups.run("checkpointed", 2, {"words": [*common, *words]})
     for rank in range(2):
         whole = (tmp_path / f"whole.{rank}").read_text().splitlines()
         [resumed, _loaded, *rest] = (tmp_path / f"resumed.{rank}").read_text().splitlines()
         assert resumed == f"resumed {at.replace(':', ' ')}"
         assert len(rest) > 10
         assert rest == whole[-len(rest) :]
-
-
-@pytest.mark.seam
-def test_a_job_resumes_exactly_to_the_bit(tmp_path: Path) -> None:
-    def start(words: list[str]) -> None:
-        done = run([*TORCHRUN, "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--nproc-per-node=2", JOB, *words], tmp_path)
-        assert done.returncode == 0, done.err
-
-    resumes_exactly(start, tmp_path, ("ddp", "--no-sync"), "4:2")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("wrap", "at"), [(("fsdp",), "4:1"), (("fsdp",), "0:2"), (("ddp", "--workers", "1"), "3:0")])
-def test_resume_is_exact_to_the_bit(tmp_path: Path, groups: RankGroups, wrap: tuple[str, ...], at: str) -> None:
-    resumes_exactly(lambda words: groups.run("checkpointed", 2, {"words": words}), tmp_path, wrap, at)
 
 
 @pytest.mark.full
@@ -101,22 +85,29 @@ def test_gradients_that_cannot_be_saved_are_refused(directory: str, groups: Rank
         assert result["saved"] == 1
 
 
-@pytest.mark.full
-def test_going_back_in_the_same_process_opens_a_generation(directory: str, groups: RankGroups) -> None:
+def test_going_back_in_the_same_process_opens_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's choice is for the first load; what is trained again afterwards is newer than what was there."""
-    groups.run("train", 2, {"directory": directory, "steps": 2})
-    env = {"ELASTIC_EXT_RESUME_FROM": f"{directory}/step_00000001.g0001"}
-    for result in groups.run("go_back", 2, {"directory": directory}, env=env):
-        assert result == {"first": 1, "back": 3, "wrong": [], "error": None}
-    assert [order_of(name) for name in complete(directory)] == [(3, 4), (2, 3), (2, 2), (1, 2), (1, 1)]
+    model = torch.nn.Linear(1, 1)
+
+    def save(checkpointer: Checkpointer, *steps: int) -> None:
+        for step in steps:
+            torch.nn.init.constant_(model.weight, step)
+            checkpointer.save(step, wait=True)
+
+    with Checkpointer(tmp_path, model=model) as checkpointer:
+        save(checkpointer, 1, 2)
+    monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", f"{tmp_path}/step_00000001.g0001")
+    with Checkpointer(tmp_path, model=model, keep_last=9) as checkpointer:
+        assert (checkpointer.load().step, model.weight.item()) == (1, 1)
+        save(checkpointer, 2, 3)
+        assert (checkpointer.load().step, model.weight.item()) == (3, 3)
+        save(checkpointer, 4)
+    assert [order_of(name) for name in complete(str(tmp_path))] == [(3, 4), (2, 3), (2, 2), (1, 2), (1, 1)]
 
 
 def of_s3() -> dict[str, str]:
     """For ranks, which were forked from an older process; empty without a test's own server."""
     return {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-
-
-# Writers are killed.
 
 
 @pytest.mark.seam
@@ -150,9 +141,6 @@ def test_killed_writers_lose_nothing_that_was_committed(tmp_path: Path, groups: 
     assert torn > 0 or kills < 12  # a few kills may all come between writes
 
 
-# A group that was replaced.
-
-
 @pytest.mark.seam
 @pytest.mark.xdist_group("successor")
 def test_stale_group_may_not_commit(directory: str, groups: RankGroups, successor: RankGroups) -> None:
@@ -179,16 +167,15 @@ def test_stale_group_may_not_commit(directory: str, groups: RankGroups, successo
     assert all(result["step"] == first[0]["saved"] and result["wrong"] == [] for result in again)
 
 
-@pytest.mark.seam
-@pytest.mark.xdist_group("successor")
-def test_stale_group_may_not_prune(directory: str, groups: RankGroups, successor: RankGroups) -> None:
-    groups.start("stale_prune", 1, {"directory": directory})
-    pid = groups.answer()["pid"]
-    successor.run("train", 1, {"directory": directory, "steps": 2})
-    found = complete(directory)
-    os.kill(pid, signal.SIGCONT)
-    assert "generation 2 has opened" in groups.results()[0]["raised"]
-    assert complete(directory) == found
+def test_stale_group_may_not_prune(tmp_path: Path) -> None:
+    with Checkpointer(tmp_path, model=torch.nn.Linear(3, 3), keep_last=1) as stale:
+        stale.save(1, wait=True)
+        with Checkpointer(tmp_path, model=torch.nn.Linear(3, 3)) as newer:
+            newer.save(2, wait=True)
+        found = complete(str(tmp_path))
+        with pytest.raises(StaleGroup, match="generation 2 has opened"):
+            list(stale._retention.prune("step_00000001.g0001"))
+    assert complete(str(tmp_path)) == found == ["step_00000002.g0002", "step_00000001.g0001"]
 
 
 @pytest.mark.seam
@@ -259,9 +246,6 @@ def test_no_permission_is_told(groups: RankGroups) -> None:
             assert (result["wrong"], result["saved"], result["raised"]) == ([], None, "")
 
 
-# Damage.
-
-
 def test_a_flipped_bit_is_found_before_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = torch.nn.Linear(3, 3)
     draw = random.Random(SEED)
@@ -286,26 +270,14 @@ def test_a_flipped_bit_is_found_before_use(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delenv("ELASTIC_EXT_RESUME_FROM")
         file.write_bytes(good)
     assert loaded() == 2
+    monkeypatch.setenv("ELASTIC_EXT_RESUME_FROM", "")  # the agent has found none
+    assert loaded() == 0
 
 
-@pytest.mark.full
-def test_agents_choice_is_what_is_loaded(tmp_path: Path, groups: RankGroups) -> None:
-    """An older one if it says so, none if it says none."""
-    directory = tmp_path / "checkpoints"
-    groups.run("train", 2, {"directory": str(directory), "steps": 3})
-    older = str(directory / complete(str(directory))[1])
-    args = {"directory": str(directory), "steps": 0}
-    assert [result["path"] for result in groups.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": older})] == [older] * 2
-    assert [result["path"] for result in groups.run("train", 2, args, env={"ELASTIC_EXT_RESUME_FROM": ""})] == [None] * 2
-
-
-# Retention.
-
-
-@pytest.mark.full
-def test_newest_few_stay(tmp_path: Path, groups: RankGroups) -> None:
-    directory = tmp_path / "checkpoints"
-    (directory / ".elastic_ext" / "pin").mkdir(parents=True)
-    (directory / ".elastic_ext" / "pin" / "step_00000002.g0001.json").write_text(json.dumps({"by": "a test"}))
-    groups.run("train", 2, {"directory": str(directory), "steps": 8, "options": {"keep_last": 2, "keep_every": 4}})
-    assert [order_of(name) for name in complete(str(directory))] == [(1, 8), (1, 7), (1, 4), (1, 2)]
+def test_newest_few_stay(tmp_path: Path) -> None:
+    (tmp_path / ".elastic_ext" / "pin").mkdir(parents=True)
+    (tmp_path / ".elastic_ext" / "pin" / "step_00000002.g0001.json").write_text(json.dumps({"by": "a test"}))
+    with Checkpointer(tmp_path, model=torch.nn.Linear(3, 3), keep_last=2, keep_every=4) as checkpointer:
+        for step in range(1, 9):
+            checkpointer.save(step, wait=True)
+    assert [order_of(name) for name in complete(str(tmp_path))] == [(1, 8), (1, 7), (1, 4), (1, 2)]

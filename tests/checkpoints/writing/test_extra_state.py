@@ -40,6 +40,10 @@ class Box:
     content: Any
 
 
+class Odd(Tensor):
+    """Of a kind that only pickle knows."""
+
+
 class Held:
     """An object of the user."""
 
@@ -131,6 +135,7 @@ STATES: dict[str, tuple[Any, Any]] = {
     "a frozen parameter": (nn.Parameter(tensor([1.0, 2.0]), requires_grad=False), nn.Parameter(torch.zeros(2))),
     "a tensor for a parameter": (tensor([1.0, 2.0]), nn.Parameter(torch.zeros(2))),
     "a tensor with a gradient to come": (tensor([1.0, 2.0], requires_grad=True), torch.zeros(2)),
+    "a subclass of tensor": (torch.ones(2).as_subclass(Odd), None),
     "a sparse tensor": (torch.eye(3).to_sparse(), torch.zeros(3, 3)),
     "a quantized tensor's parts": (Pair(tensor([1, 2], dtype=torch.int8), tensor(0.5)), ()),
 }  # fmt: skip
@@ -195,9 +200,6 @@ def test_one_object_under_two_keys_is_one_again(tier: str, tmp_path: Path, monke
     assert found["c"] is found["d"]
     assert found["self"] is found
     assert torch.equal(found["a"], TWICE)
-
-
-# Where tensors are put.
 
 
 def test_a_tensor_that_fits_is_loaded_in_place(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,13 +271,6 @@ def test_of_two_meshes_none_is_the_saved_one(caplog: pytest.LogCaptureFixture) -
     assert "2 tensors, such as ['a'], were sharded" in message
 
 
-# What is refused.
-
-
-class Odd(Tensor):
-    """Of a kind that only pickle knows."""
-
-
 class Sharded(Tensor):
     def local_shards(self) -> list[Tensor]:
         return [self]
@@ -317,14 +312,6 @@ def test_a_type_whose_pickling_is_registered_later_is_saved(tmp_path: Path, monk
         monkeypatch.setitem(copyreg.dispatch_table, Handle, lambda handle: (Handle, ()))
         checkpointer.save(1, wait=True)
         assert checkpointer.last_error is None
-
-
-def test_a_subclass_of_tensor_is_pickled(tier: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tier, x=Held({"t": tensor(1.0), "odd": torch.ones(2).as_subclass(Odd)}))
-    held = Held({})
-    load(tier, tmp_path, monkeypatch, x=held)
-    assert type(held.state["odd"]) is Odd
-    assert held.state["odd"].tolist() == [1.0, 1.0]
 
 
 def test_pickles_name_one_module_of_ours() -> None:

@@ -81,8 +81,11 @@ class Played:
 
     def ready_s(self) -> list[float]:
         """Return how long after each save's step rank 0 saw that it was committed."""
-        pairs = [(step, saved) for each in self.rounds for step in each.steps for saved in each.saved]
-        return [(saved["ns"] - step["ns"]) / 1e9 for step, saved in pairs if step["step"] == saved["step"]]
+        found = []
+        for each in self.rounds:
+            done = {step["step"]: step["ns"] for step in each.steps}
+            found += [(saved["ns"] - done[saved["step"]]) / 1e9 for saved in each.saved if saved["step"] in done]
+        return found
 
     def restarts_s(self, step_s: float) -> list[float]:
         began = [each.began_s(step_s) for each in self.rounds[1:]]

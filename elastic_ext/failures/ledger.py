@@ -82,7 +82,7 @@ def precedents(
     return tuple(
         Precedent(
             past.fingerprint == now.fingerprint,
-            _progress_since(past, (*earlier[number + 1 :], now)),
+            _progress_since(past, earlier[number + 1 :], now),
             past.node,
             past.first_step_done,
             bool(now.resumed_from) and past.resumed_from == now.resumed_from,
@@ -97,9 +97,8 @@ def precedents(
     )
 
 
-def _progress_since(past: PastFailure, later: Sequence[PastFailure]) -> bool | None:
-    values = {progress(past, each) for each in later}
-    now = later[-1]
+def _progress_since(past: PastFailure, between: Sequence[PastFailure], now: PastFailure) -> bool | None:
+    values = {progress(past, each) for each in (*between, now)}
     exactly = past.step is not None and past.step == now.step and (now.steps or 0) >= LEAST_STEPS
     unknown = None in values or (past.gone_back_to is not None and not exactly)
     return True if True in values else None if unknown else False

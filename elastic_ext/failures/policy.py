@@ -43,6 +43,7 @@ from elastic_ext.failures.rules import (
     NO_EVIDENCE,
     OF_SCRIPT,
     PEERS,
+    PROGRAM_OUTPUT,
     SERVICE,
     TRY_AGAIN,
     USER_RULES,
@@ -307,11 +308,20 @@ def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
     outcome = _Outcome(response, diagnosis.kind, diagnosis.reason, diagnosis.rule, exit_code)
     if diagnosis.rule == TRY_AGAIN:
         return _charged_without_progress(outcome, past)
-    at_start = diagnosis.evidence.before_first_step and diagnosis.rule in STARTED_BEFORE
-    if at_start and any(earlier.first_step_done for earlier in past):
-        reason = f"{outcome.reason}; but this job has done steps, so its node or what the last try left may be to blame"
-        return replace(outcome, response=Response.CONFIRM, reason=reason)
-    return outcome
+    evidence = diagnosis.evidence
+    at_start = evidence.before_first_step and diagnosis.rule in STARTED_BEFORE
+    doubts = (
+        (
+            at_start and any(earlier.first_step_done for earlier in past),
+            "this job has done steps, so its node or what the last try left may be to blame",
+        ),
+        (
+            diagnosis.tier == PROGRAM_OUTPUT and outcome.kind == CODE and evidence.exit_code == EX_TRY_AGAIN,
+            "the script, which has logged it, asks for another try (exit code 75)",
+        ),
+    )
+    doubt = next((why for holds, why in doubts if holds), "") if response is Response.STOP else ""
+    return replace(outcome, response=Response.CONFIRM, reason=f"{outcome.reason}; but {doubt}") if doubt else outcome
 
 
 def _charged_without_progress(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:

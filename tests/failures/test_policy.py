@@ -132,6 +132,10 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (of(exit_code=75), (Precedent(True, None, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
         (of(exit_code=75), (Precedent(False, False, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
         (of(agent_signal="SIGTERM"), (SAME_THERE,) * 9, None, "requeue", "preemption", "agent-terminated", 75),
+        # one that asks for another try after it has logged a bug gets one
+        (of("KeyError", exit_code=75, first_step_done=False), (), None, "confirm", "code", "arguments-at-start", None),
+        (of("KeyError", exit_code=75, first_step_done=False), (SAME_THERE,), None, "stop", "code", "repeated", 65),
+        (of("KeyboardInterrupt", exit_code=75), (), None, "stop", "user_stop", "keyboard-interrupt", 130),
         # as the user's own rule says, and no lost node
         (
             LICENSE,

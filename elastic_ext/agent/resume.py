@@ -193,19 +193,20 @@ class ResumePoint(companion.Companion):
     def newest_steps(self, workers: Sequence[Progress]) -> tuple[int | None, int | None]:
         """Return the steps of the newest copy in memory and of the newest checkpoint, as in `failures.ledger.Report`."""
         if self._copies is None:
-            return None, None
+            saved = newest_checkpoint_step(None, workers)
+            return None, saved if saved is None else max(saved, self.step or 0)
         return self._copies.newest_step(), newest_checkpoint_step(self._copies.checkpoint_step, workers)
 
     def go_back(self, verdict: JobVerdict, node: str) -> None:
         """Refuse or quarantine what a verdict bars from being resumed; node: id of this one.
 
-        Every node that failed refuses what copies it has. The node with the cause also quarantines the checkpoint that is to
-        blame. Of the checkpoints since the replicas were equal, each quarantines those in its `local_dir`, and one node that
-        stays those in `checkpoint_dir`. All must be known before the next round is sealed: this node calls this before it joins
-        that round.
+        Every node that failed refuses what copies it has. The node with the cause, or one that stays if that one leaves, also
+        quarantines the checkpoint that is to blame. Of the checkpoints since the replicas were equal, each quarantines those in
+        its `local_dir`, and one node that stays those in `checkpoint_dir`. All must be known before the next round is sealed:
+        this node calls this before it joins that round.
         """
         decision, copies = verdict.decision, self._copies
-        blamed = decision.checkpoints_back > 0 and verdict.node == node
+        blamed = decision.checkpoints_back > 0 and node == (verdict.refused_by or verdict.node)
         blamed_copy = blamed and copies is not None and decision.kind != diagnosis.NUMERIC and copies.has(self.checkpoint.path)
         try:
             if copies is not None and (verdict.refuse_copies or blamed_copy):

@@ -17,12 +17,13 @@ from elastic_ext.base.errors import EX_TRY_AGAIN
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
-from elastic_ext.failures.evidence import Evidence, RaisedException, Wrapped
+from elastic_ext.failures.evidence import Evidence, EvidenceView, RaisedException, SearchText, Wrapped
 from elastic_ext.failures.rules import (
     ACCESS,
     COUNTS_AS,
     EXIT_STATUS,
     HARDWARE_EVIDENCE,
+    HARDWARE_EXIT,
     NO_EVIDENCE,
     PROGRAM_OUTPUT,
     RERUN_CODES,
@@ -30,9 +31,7 @@ from elastic_ext.failures.rules import (
     STOP_REQUESTED,
     WATCHDOG_ENDS_IT,
     XIDS_ANNOTATE,
-    EvidenceView,
     Rule,
-    SearchText,
     held_by_another_process,
 )
 from elastic_ext.failures.user_rules import UserRule
@@ -68,6 +67,11 @@ class Diagnosis:
     def deterministic(self) -> bool:
         """Whether another try would end the same way."""
         return self.response is Response.STOP
+
+    @property
+    def shown_by_hardware(self) -> bool:
+        """Whether a driver, a link or a check shows it, and not how the script ended."""
+        return self.tier == HARDWARE_EVIDENCE and self.rule != HARDWARE_EXIT
 
     @property
     def lacks_reason(self) -> bool:
@@ -254,9 +258,9 @@ def root_cause(diagnoses: Sequence[Diagnosis]) -> Diagnosis:
 
     A cascade never outvotes a real cause, and what the agent stopped explains least: another failure made it do so. A request to
     stop comes first, then evidence of a bug that would recur on every try; then, of workers that have left together, the one
-    that says why; then a node that must be replaced, since its agent asks its driver before it reports; then, of the workers that
-    hung, the one that is behind; then the earliest failure: by `order` across nodes, by time within one node, because the clocks
-    of two nodes cannot be compared.
+    that says why; then hardware that must be replaced, since its agent asks its driver before it reports; then, of the workers
+    that hung, the one that is behind; then the earliest failure: by `order` across nodes, by time within one node, because the
+    clocks of two nodes cannot be compared.
     """
     cause = min(diagnoses, key=_precedence)
     if cause.response is not Response.FOLLOW:
@@ -274,7 +278,8 @@ def _precedence(diagnosis: Diagnosis) -> tuple[bool | int | tuple[int, ...], ...
     stopped = cascade and diagnosis.evidence.stopped_by_agent
     requested = diagnosis.kind == USER_STOP or (diagnosis.tier == STOP_REQUESTED and diagnosis.kind == PREEMPTION)
     evidence = diagnosis.evidence
-    later = not requested, not diagnosis.deterministic, diagnosis.lacks_reason, diagnosis.response is not Response.REPLACE_NODE
+    replaced = diagnosis.shown_by_hardware and diagnosis.response is Response.REPLACE_NODE
+    later = not requested, not diagnosis.deterministic, diagnosis.lacks_reason, not replaced
     return cascade, stopped, *later, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
 
@@ -411,10 +416,12 @@ def _indented(lines: list[str]) -> list[str]:
 
 MAX_SHAPE = 300  # characters of the shape of a message that count in a fingerprint
 
-# Of a message, what varies from one try to the next: quoted text, and words that hold a digit or a path: counts, ids, addresses;
-# and units of memory: GPU memory that runs out again does so by MiB or by GiB.
+# Of a message, what varies from one try to the next: quoted text, the name of a host, words that hold a digit or a path (counts,
+# ids, addresses), units of memory (GPU memory that runs out again does so by MiB or by GiB), and whether it is a NaN or infinite.
 _QUOTED = re.compile(r"(?<!\w)(?:'[^']{0,300}'|\"[^\"]{0,300}\"|`[^`]{0,300}`)(?!\w)")
-_VARIES = re.compile(r"[\d/]|\A(?:[KMGT]i?B|bytes)\b")
+_VARIES = re.compile(r"[\d/]|\A(?:[KMGT]i?B|bytes|(?i:-?nan|-?inf))\b")
+_HOST = re.compile(r"(?i:\b(node|host|hostname))[:=] ?[\w.-]{1,255}")
+_HOLDERS = re.compile(r"(?:Process <varies> has <varies> <varies> memory in use\. ?){2,20}")  # of a GPU, one or more
 
 # Parts of the paths of library files. Frames from an error file have no directory: see _LIBRARY_CALLS.
 _LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python", "/torch/", "<frozen ")
@@ -464,5 +471,6 @@ def _is_library(frame: str) -> bool:
 
 def normalised(message: str) -> str:
     """Return the shape of a message: its first line, with placeholders for what varies; cut after that, as the length varies."""
-    line = _QUOTED.sub("<quoted>", message.strip().partition("\n")[0][: 4 * MAX_SHAPE])
-    return " ".join("<varies>" if _VARIES.search(word) else word for word in line.split())[:MAX_SHAPE]
+    line = _HOST.sub(r"\1: <varies>", _QUOTED.sub("<quoted>", message.strip().partition("\n")[0][: 4 * MAX_SHAPE]))
+    shape = " ".join("<varies>" if _VARIES.search(word) else word for word in line.split())
+    return _HOLDERS.sub("Process <varies> has <varies> <varies> memory in use. ", shape)[:MAX_SHAPE]

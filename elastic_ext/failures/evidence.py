@@ -1,4 +1,5 @@
-"""The evidence of one failed worker, as plain values that `classify` judges, and the reader of the worker's error file.
+"""The evidence of one failed worker, as plain values that `classify` judges, the form of it that rules match, and the reader of
+the worker's error file.
 
 An error file can hold anything: half a record from a worker that was killed, gigabytes, invalid JSON, fields that torch does not
 expect. It is read here, within bounds, and never by torch's own reader, which raises into the agent.
@@ -10,6 +11,7 @@ import json
 import os
 import signal
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 from elastic_ext.base.diagnosis import NETWORK, STORAGE
@@ -78,6 +80,7 @@ class Traits:
     # number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or unknown
     of_nodes: Count = 0
     before_repair: bool = False  # whether its node has been given back since, see `ledger.given_back`
+    lost_node: bool = False  # whether a node that was lost caused it
     moved: bool = False  # whether the ranks of its node changed places with another node's for the restart after it
 
     @property
@@ -262,3 +265,55 @@ def _wrapped(account: dict[str, Any], max_message: int) -> Wrapped:
         tuple(base[:MAX_NAME] for base in _texts(account.get("bases"))[:MAX_BASES]),
         errno if type(errno) is int and 0 < errno < 1 << 31 else None,
     )
+
+
+Text = str | tuple[str, ...]
+"""A text to search for, in lower-case ASCII; a tuple matches if all of its texts are in one line."""
+
+
+@dataclass(frozen=True)
+class EvidenceView:
+    """The evidence in the form that rules match."""
+
+    evidence: Evidence
+    exception_names: frozenset[str]  # the full and the bare names of the exception and of its base classes; empty without one
+    text: SearchText  # the text in which a rule's texts are searched
+    signal: str | None  # the signal that ended the worker; exit code 128+N counts as signal N
+    errno: int | None = None
+
+
+class SearchText:
+    """A text for case-insensitive searches."""
+
+    def __init__(self, text: str) -> None:
+        """Keep `text`, and an ASCII form of it: the table's texts are ASCII, so other characters may be replaced."""
+        self._original = text
+        self.ascii = text.encode("ascii", "replace").lower().decode("ascii")
+
+    @cached_property
+    def lower(self) -> str:
+        """The whole text in lower case, because a user's pattern may hold any letter."""
+        return self._original.lower()
+
+    def __contains__(self, wanted: str) -> bool:
+        return wanted in self.ascii
+
+
+def contains(text: SearchText, wanted: tuple[Text, ...]) -> bool:
+    """Return whether one of the wanted texts occurs; a tuple occurs if one line holds all of its texts."""
+    return any(one in text if isinstance(one, str) else _in_one_line(text.ascii, one) for one in wanted)
+
+
+def _in_one_line(text: str, parts: tuple[str, ...]) -> bool:
+    if not all(part in text for part in parts):
+        return False
+    rarest, *others = parts
+    at = text.find(rarest)
+    while at >= 0:
+        end = text.find("\n", at)
+        end = len(text) if end < 0 else end
+        line = text[text.rfind("\n", 0, at) + 1 : end]
+        if all(part in line for part in others):
+            return True
+        at = text.find(rarest, end)
+    return False

@@ -113,7 +113,8 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
     of_nodes = nodes.at_failure if policy.may_be_of_a_node(cause.diagnosis) else 0
-    now = replace(now, charged=decision.charged, of_nodes=of_nodes, moved=decision.moves_ranks)
+    lost = policy.of_lost_node(cause.diagnosis)
+    now = replace(now, charged=decision.charged, of_nodes=of_nodes, moved=decision.moves_ranks, lost_node=lost)
     stacks = beginnings([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks], MAX_STACKS, LEAST_STACKS)
     verdict = JobVerdict(
         decision,
@@ -148,9 +149,10 @@ def _bad(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision
 
 def _refused_by(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision) -> str:
     """Return the node that marks refused checkpoints: not the one that leaves, which the next round does not wait for."""
-    if cause.refuse_newer is None:
+    leaves = decision.response is Response.REPLACE_NODE
+    if cause.refuse_newer is None and not (leaves and decision.checkpoints_back):
         return ""
-    stay = [id_ for id_ in reports if decision.response is not Response.REPLACE_NODE or id_ != cause.node]
+    stay = [id_ for id_ in reports if not leaves or id_ != cause.node]
     return stay[0] if stay else cause.node
 
 
@@ -357,7 +359,7 @@ def _compared(
     diagnosis: Diagnosis, report: Report, ledger: Ledger, circumstances: Circumstances
 ) -> tuple[PastFailure, policy.Budget, tuple[Precedent, ...]]:
     """Return the ledger's record of this failure, the budget that is left for it, and the earlier ones compared with it."""
-    now = past_failure(diagnosis, report.resumed_at, report.resumed_from)
+    now = past_failure(diagnosis, report.resumed_at, report.resumed_from, report.saved_at)
     budget = _budget(ledger, now, circumstances)
     return now, budget, precedents(now, ledger.failures, budget.charged, report.ranks)
 

@@ -24,7 +24,7 @@ from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, With
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import TRAITS, Precedent, Traits
 from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Hashed, Reach
-from elastic_ext.failures.policy import ACTIONS, EX_TRY_AGAIN, LEAST_STEPS, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
+from elastic_ext.failures.policy import ACTIONS, EX_TRY_AGAIN, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class PastFailure(Traits):
     resumed_from: str = ""  # path or URL of that checkpoint; "" if there was none
     # step of the newest checkpoint, if that was tried next as only copies in memory were refused; else None
     gone_back_to: int | None = None
+    saved_at: int | None = None  # step of the newest checkpoint then; None: unknown
     rank: Rank = -1  # of the worker; -1: unknown
     rule: str = ""  # of its diagnosis; "": unknown
 
@@ -49,7 +50,9 @@ class PastFailure(Traits):
         return None if self.steps is None or self.resumed_at is None else self.steps + self.resumed_at
 
 
-def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "") -> PastFailure:
+def past_failure(
+    diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "", saved_at: int | None = None
+) -> PastFailure:
     """Return the ledger's record of a root cause."""
     evidence = diagnosis.evidence
     return PastFailure(
@@ -60,6 +63,7 @@ def past_failure(diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str
         evidence.node if not evidence.shared else None,
         kind=diagnosis.kind,
         resumed_from=resumed_from,
+        saved_at=saved_at,
         warm=evidence.warm,
         cut=evidence.cut,
         rank=evidence.rank,
@@ -73,8 +77,8 @@ def precedents(
     """Compare the earlier failures, oldest first, with this one, for `policy.decide`.
 
     The same failure after copies in memory were refused is not yet a bug: the cause may be older than the checkpoint that was
-    tried then. So progress is unknown, and the checkpoint before that one is tried, too. At the very same step again, LEAST_STEPS
-    or more after that checkpoint, it is a bug.
+    tried then. So progress is unknown, and the checkpoint before that one is tried, too. At the very same step again, more than
+    SHOWN_WITHIN after that checkpoint, it is a bug.
 
     charged: restarts that still count against the budget. If any does, the last failure is no older than it: no clock is needed.
     ranks: those of the node of this failure; (): unknown.
@@ -99,7 +103,7 @@ def precedents(
 
 def _progress_since(past: PastFailure, between: Sequence[PastFailure], now: PastFailure) -> bool | None:
     values = {progress(past, each) for each in (*between, now)}
-    exactly = past.step is not None and past.step == now.step and (now.steps or 0) >= LEAST_STEPS
+    exactly = past.step is not None and past.step == now.step and (now.steps or 0) > SHOWN_WITHIN
     unknown = None in values or (past.gone_back_to is not None and not exactly)
     return True if True in values else None if unknown else False
 
@@ -108,7 +112,10 @@ def progress(past: PastFailure, later: PastFailure) -> bool | None:
     """Return whether the later try got further than the past one; None if unknown.
 
     Users number checkpoints in steps or in epochs. So a lower step than at the past failure means "no progress" only if both
-    tries began at the same checkpoint: a job may also resume by itself from an unknown place.
+    tries began at the same checkpoint: a job may also resume from an unknown place.
+
+    Some scripts do two optimizer steps in what their checkpoints call one. A try that has gone back to an earlier checkpoint has
+    more of them behind it at the same place, so that it got further shows by a later checkpoint only.
     """
     begins_known = past.resumed_at is not None and later.resumed_at is not None
     if later.first_step_done is False:
@@ -119,13 +126,23 @@ def progress(past: PastFailure, later: PastFailure) -> bool | None:
     reached_then = past.steps + (past.resumed_at or 0 if begins_known else 0)
     reached_now = later.steps + (later.resumed_at or 0 if begins_known else 0)
     if reached_now > reached_then:
-        return True
+        saved = None not in (past.saved_at, later.saved_at) and (later.saved_at or 0) > (past.saved_at or 0)
+        return True if saved or not _may_have_gone_back(past, later) else None
     if reached_now == reached_then or (begins_known and past.resumed_at == later.resumed_at):
         return False
     return None
 
 
+def _may_have_gone_back(past: PastFailure, later: PastFailure) -> bool:
+    if past.resumed_at is None or later.resumed_at is None:
+        return past.resumed_from != later.resumed_from
+    return later.resumed_at < past.resumed_at
+
+
 SCHEMA = 1
+# Steps within which a script looks whether its loss is a number: 1, 10 or 100, mostly. A checkpoint with a NaN in it fails by
+# then, and at the same step each time.
+SHOWN_WITHIN = 100
 MAX_FAILURES = 64  # in the ledger: only the last few matter; a record takes about 200 bytes
 MAX_VERDICTS = 64
 MAX_TEXT = 2000  # characters of a message or reason in a record
@@ -187,7 +204,7 @@ class JobVerdict:
     shown_by: NameOrEmpty = ""
     # no round may resume from a checkpoint or copy of a later step that exists now; None: all may be used
     refuse_newer: int | None = None
-    refused_by: NameOrEmpty = ""  # id of the node that marks these checkpoints
+    refused_by: NameOrEmpty = ""  # id of the node that marks these checkpoints, or the one that is to blame; "": as `node`
     # ids of the nodes to replace where the job ends because it cannot run without them; (): as `decision` says, for all nodes
     bad: tuple[NameOrEmpty, ...] = ()
 
@@ -215,7 +232,7 @@ class JobVerdict:
     @property
     def keeps_ledger(self) -> bool:
         """Whether the job continues, or a scheduler starts it again under this run id without any change by the user."""
-        return not self.ends_job or self.decision.response is Response.REQUEUE
+        return not self.ends_job or self.decision.response is Response.REQUEUE or bool(self.bad)
 
 
 class JobStopped(ElasticExtError):

@@ -13,6 +13,7 @@ from elastic_ext.base.diagnosis import (
     CRASH,
     DATA,
     DEVICE_MEMORY,
+    HANG,
     HARDWARE,
     HOST_MEMORY,
     NETWORK,
@@ -33,7 +34,6 @@ from elastic_ext.failures.rules import (
     DAMAGED,
     ELSEWHERE,
     HANG_RULE,
-    HARDWARE_EVIDENCE,
     HARDWARE_EXIT,
     ILL_STORAGE,
     ILLEGAL_ACCESS,
@@ -262,6 +262,7 @@ def decide(
     charged = outcome.response in _CHARGED
     cold = charged and _warm_start_to_blame(diagnosis, outcome.kind)
     moves_ranks = charged and not blamed and _moves_ranks(outcome, diagnosis, nodes)
+    goes_on = outcome.response is Response.REPLACE_NODE  # the job does, on the other nodes
     more = [text for text, holds in ((GONE_BACK, blamed and action is Action.RESTART), (MOVED, moves_ranks)) if holds]
     return Decision(
         action,
@@ -271,7 +272,7 @@ def decide(
         outcome.rule,
         charged,
         outcome.response,
-        max(diagnosis.checkpoints_back, int(blamed)) if action is Action.RESTART else 0,
+        max(diagnosis.checkpoints_back, int(blamed)) if action is Action.RESTART or goes_on else 0,
         max(
             backoff.delay_s(max(budget.charged + 1 if charged else 0, _asked(outcome, past)), jitter),
             _spread_s(diagnosis, past, nodes) * backoff.base_s * (1 + jitter / 2) if charged or waits else 0.0,
@@ -321,7 +322,7 @@ def _from_table(diagnosis: Diagnosis, past: tuple[Precedent, ...]) -> _Outcome:
         ),
     )
     doubt = next((why for holds, why in doubts if holds), "") if response is Response.STOP else ""
-    return replace(outcome, response=Response.CONFIRM, reason=f"{outcome.reason}; but {doubt}") if doubt else outcome
+    return _Outcome(Response.CONFIRM, outcome.kind, f"{outcome.reason}; but {doubt}", outcome.rule) if doubt else outcome
 
 
 def _charged_without_progress(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:
@@ -339,15 +340,15 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
         outcome = _cut_again(outcome, diagnosis, past, nodes)
     if len(diagnosis.evidence.differs) > 1:
         outcome = _without_majority(outcome, diagnosis, past)
-    if outcome.response is Response.RESTART_FREE and diagnosis.kind in _OF_LOST_NODES and diagnosis.tier != USER_RULES:
+    if of_lost_node(diagnosis):
         outcome = _lost_again(outcome, past)
+    if outcome.rule == HARDWARE_EXIT:
+        outcome = _on_several_nodes(outcome, diagnosis, past)
     same = [earlier for earlier in past if earlier.same_fingerprint and earlier.progress is not True]
     if outcome.response is Response.REPLACE_NODE and not nodes.one_may_leave:
         reason = f"{outcome.reason}; this node should be replaced, but the job cannot run without it"
-        outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
-    if outcome.rule == HARDWARE_EXIT and sum(each.node != diagnosis.evidence.node for each in same) >= MAX_SAME_FAILURES - 1:
-        reason = f"{outcome.reason}; but it was on other nodes before, too: perhaps the script means something else by it"
-        return _Outcome(Response.STOP, outcome.kind, reason, CEILING, EX_FAILED)
+        exit_code = EX_NODE if outcome.rule != HARDWARE_EXIT else EX_FAILED  # if the job ends now
+        outcome = _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule, exit_code)
     if outcome.response not in _CHARGED:
         return outcome
     surely_stuck = sum(earlier.progress is False for earlier in same)
@@ -366,7 +367,7 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     row = [earlier for earlier in past if earlier.charged and earlier.progress is False]
     if len(row) + 1 >= MAX_FAILURES_IN_A_ROW and outcome.kind != PREEMPTION:
         outside = sum(kind in (STORAGE, NETWORK) for kind in (outcome.kind, *(earlier.kind for earlier in row)))
-        exit_code = EX_TRY_AGAIN if 2 * outside > len(row) + 1 else EX_FAILED
+        exit_code = EX_TRY_AGAIN if 2 * outside > len(row) + 1 else outcome.exit_code
         reason = f"{outcome.reason}; it was failure {len(row) + 1} in a row without progress"
         return _Outcome(Response.STOP, outcome.kind, reason, IN_A_ROW, exit_code)
     if not (too_often := _too_often_for_chance(diagnosis, past, nodes)):
@@ -377,7 +378,10 @@ def _apply_history(outcome: _Outcome, diagnosis: Diagnosis, past: tuple[Preceden
     return replace(outcome, reason=f"{reason}, but {missing}")
 
 
-_OF_LOST_NODES = frozenset({NETWORK, CASCADE})  # kinds of what it does to workers of other nodes
+def of_lost_node(diagnosis: Diagnosis) -> bool:
+    """Return whether the loss of a node caused the failure (see `judgement`); kind: of what it did to workers of other nodes."""
+    free = diagnosis.response is Response.RESTART_FREE and diagnosis.tier != USER_RULES
+    return free and diagnosis.kind in (NETWORK, CASCADE)
 
 
 def _lost_again(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:
@@ -385,12 +389,21 @@ def _lost_again(outcome: _Outcome, past: Sequence[Precedent]) -> _Outcome:
 
     Where steps may just not be counted, any number is possible: a long job loses many nodes.
     """
-    free = [earlier for earlier in past if earlier.kind in _OF_LOST_NODES and not earlier.charged]
-    lost = sum(earlier.surely_none_since for earlier in free) + 1
+    lost = sum(earlier.lost_node and earlier.surely_none_since for earlier in past) + 1
     if lost < MAX_FAILURES_IN_A_ROW:
         return outcome
     reason = f"{outcome.reason}; it is loss {lost} of a node without progress: does the script bring its hosts down?"
     return _Outcome(Response.REQUEUE, outcome.kind, reason, IN_A_ROW, EX_TRY_AGAIN)
+
+
+def _on_several_nodes(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:
+    """Replace no node for an exit code that many nodes end with: perhaps the script means something else by it."""
+    elsewhere = [each for each in past if each.same_fingerprint and each.node != diagnosis.evidence.node]
+    if not diagnosis.evidence.shared and len(elsewhere) < MAX_SAME_FAILURES - 1:
+        return outcome
+    reason = f"{outcome.reason}; but it was on other nodes, too: perhaps the script means something else by it"
+    stuck = sum(each.progress is not True for each in elsewhere) >= MAX_SAME_FAILURES - 1
+    return _Outcome(Response.STOP if stuck else Response.RESTART, outcome.kind, reason, CEILING if stuck else outcome.rule)
 
 
 def _at_ceiling(
@@ -407,7 +420,7 @@ def _at_ceiling(
     codes = (
         (bug or inside, EX_FAILED),
         (worked or rule in AWAY, EX_TRY_AGAIN),
-        (outcome.kind == HARDWARE and (diagnosis.tier == HARDWARE_EVIDENCE or one_node), EX_NODE),
+        (outcome.kind == HARDWARE and (diagnosis.shown_by_hardware or one_node), EX_NODE),
     )
     exit_code = next((code for holds, code in codes if holds), EX_FAILED)
     times = sum(earlier.progress is False for earlier in same) + 1
@@ -581,7 +594,7 @@ def _without_majority(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Pr
         reason = f"{outcome.reason}; it is the second time, and no majority shows which of {hosts} is bad: replace them all"
         return replace(outcome, response=Response.STOP, reason=reason, exit_code=EX_NODE)
     reason = f"{outcome.reason}; no majority shows which of {hosts} is bad"
-    return replace(outcome, response=Response.RESTART, reason=reason)
+    return _Outcome(Response.RESTART, outcome.kind, reason, outcome.rule)
 
 
 def _retry_cold(outcome: _Outcome, diagnosis: Diagnosis, past: Sequence[Precedent]) -> _Outcome:
@@ -602,6 +615,7 @@ def _warm_start_to_blame(diagnosis: Diagnosis, kind: str) -> bool:
 
 
 _OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, HOST_MEMORY})
+_NO_CHECKPOINT_KINDS = frozenset({*_OUTSIDE_THE_WORKER, CASCADE, DATA, DEVICE_MEMORY, HANG})
 _NOT_OF_A_CHECKPOINT = ILL_STORAGE | ACCESS | {"gpu-driver", "collective-misuse", "command", "cache-race"}
 
 
@@ -611,7 +625,7 @@ def _checkpoint_to_blame(diagnosis: Diagnosis, past: Sequence[Precedent]) -> boo
     Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another. Nor
     where none can be the cause, as of GPU memory: once the script is mended, it would resume from an older one.
     """
-    outside = diagnosis.kind in {*_OUTSIDE_THE_WORKER, CASCADE, DATA, DEVICE_MEMORY} or diagnosis.rule in _NOT_OF_A_CHECKPOINT
+    outside = diagnosis.kind in _NO_CHECKPOINT_KINDS or diagnosis.rule in _NOT_OF_A_CHECKPOINT or diagnosis.tier == USER_RULES
     outside |= diagnosis.evidence.signal in ("SIGKILL", "SIGTERM") or diagnosis.rule in STARTED_BEFORE
     if outside or not diagnosis.evidence.before_first_step or diagnosis.evidence.cut:
         return False
@@ -630,7 +644,7 @@ def _within_kind_limit(outcome: _Outcome, budget: Budget) -> _Outcome:
     if outcome.response not in _CHARGED or limit == NO_LIMIT or budget.charged_by_kind.get(outcome.kind, 0) < limit:
         return outcome
     reason = f"{outcome.reason}; the limit of {counted(limit, 'restart')} for kind {outcome.kind} (kind_limits) is reached"
-    return _Outcome(Response.STOP, outcome.kind, reason, "kind-limit", EX_FAILED)
+    return replace(outcome, response=Response.STOP, reason=reason, rule="kind-limit")
 
 
 def _within_budget(outcome: _Outcome, budget: Budget) -> _Outcome:
@@ -639,7 +653,7 @@ def _within_budget(outcome: _Outcome, budget: Budget) -> _Outcome:
     limit = budget.max_restarts
     if not budget.left:
         reason = f"{outcome.reason}; the budget of {counted(limit, 'restart')} (--max-restarts) is spent"
-        return _Outcome(Response.STOP, outcome.kind, reason, "budget", EX_FAILED)
+        return replace(outcome, response=Response.STOP, reason=reason, rule="budget")
     of = ", no limit" if limit == NO_LIMIT else f" of {limit}"
     why = f"; {ONE_MORE_TRY}" if outcome.response is Response.CONFIRM and outcome.rule != WARM_START else ""
-    return replace(outcome, reason=f"{outcome.reason}{why}; restart {budget.charged + 1}{of}", exit_code=EX_FAILED)
+    return replace(outcome, reason=f"{outcome.reason}{why}; restart {budget.charged + 1}{of}")

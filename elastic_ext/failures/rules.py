@@ -16,7 +16,7 @@ import errno
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 
 from elastic_ext.base.diagnosis import (
     CASCADE,
@@ -35,24 +35,10 @@ from elastic_ext.base.diagnosis import (
     USER_STOP,
     Response,
 )
-from elastic_ext.failures.evidence import Evidence
-
-Text = str | tuple[str, ...]
-"""A text to search for, in lower-case ASCII; a tuple matches if all of its texts are in one line."""
+from elastic_ext.failures.evidence import EvidenceView, SearchText, Text, contains
 
 # The tiers. User rules apply after STOP_REQUESTED.
 USER_RULES, STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS = range(5)
-
-
-@dataclass(frozen=True)
-class EvidenceView:
-    """The evidence in the form that rules match."""
-
-    evidence: Evidence
-    exception_names: frozenset[str]  # the full and the bare names of the exception and of its base classes; empty without one
-    text: SearchText  # the text in which a rule's texts are searched
-    signal: str | None  # the signal that ended the worker; exit code 128+N counts as signal N
-    errno: int | None = None
 
 
 Condition = Callable[[EvidenceView], bool]
@@ -102,43 +88,6 @@ class Rule:
         """Whether the rule has no condition except `when`, which then decides alone."""
         named = (self.exceptions, self.packages, self.texts, self.exit_codes, self.signals, self.xids, self.errnos)
         return not any(named)
-
-
-class SearchText:
-    """A text for case-insensitive searches."""
-
-    def __init__(self, text: str) -> None:
-        """Keep `text`, and an ASCII form of it: the table's texts are ASCII, so other characters may be replaced."""
-        self._original = text
-        self.ascii = text.encode("ascii", "replace").lower().decode("ascii")
-
-    @cached_property
-    def lower(self) -> str:
-        """The whole text in lower case, because a user's pattern may hold any letter."""
-        return self._original.lower()
-
-    def __contains__(self, wanted: str) -> bool:
-        return wanted in self.ascii
-
-
-def contains(text: SearchText, wanted: tuple[Text, ...]) -> bool:
-    """Return whether one of the wanted texts occurs; a tuple occurs if one line holds all of its texts."""
-    return any(one in text if isinstance(one, str) else _in_one_line(text.ascii, one) for one in wanted)
-
-
-def _in_one_line(text: str, parts: tuple[str, ...]) -> bool:
-    if not all(part in text for part in parts):
-        return False
-    rarest, *others = parts
-    at = text.find(rarest)
-    while at >= 0:
-        end = text.find("\n", at)
-        end = len(text) if end < 0 else end
-        line = text[text.rfind("\n", 0, at) + 1 : end]
-        if all(part in line for part in others):
-            return True
-        at = text.find(rarest, end)
-    return False
 
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
@@ -210,7 +159,7 @@ _FILE_SYSTEM_ILL: tuple[Text, ...] = (
 )  # fmt: skip
 _FILE_SYSTEM_ERRNOS = frozenset(
     {errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EROFS, errno.EBUSY, errno.ENOLCK,
-     errno.EHOSTDOWN, errno.ENOTEMPTY, errno.ECOMM, errno.EPROTO, errno.EUCLEAN}
+     errno.EHOSTDOWN, errno.EBADMSG, errno.ENOTEMPTY, errno.ECOMM, errno.EPROTO, errno.EUCLEAN}
 )  # fmt: skip
 _STORAGE_PACKAGES = (
     "botocore.", "boto3.", "s3fs.", "gcsfs.", "fsspec.", "aiobotocore.", "s3transfer.", "google.api_core.",
@@ -267,6 +216,7 @@ _SERVICE_TEXTS: tuple[Text, ...] = (
     "statuscode.unavailable", "statuscode.deadline_exceeded", "eof occurred in violation of protocol",
 )  # fmt: skip
 
+_GPU_COUNT = "unexpected error from cudagetdevicecount"  # of torch; then "error N: ..."
 _HELD = re.compile(r"process \d{1,10} has ([\d.]{1,12}) [gt]ib memory in use")
 
 
@@ -484,7 +434,9 @@ _FILES = _names("FileNotFoundError PermissionError IsADirectoryError UnicodeDeco
 _STATE_DICT: tuple[Text, ...] = (
     "missing key(s) in state_dict", "unexpected key(s) in state_dict", "error(s) in loading state_dict",
 )  # fmt: skip
-_NO_DEVICE_MEMORY: tuple[Text, ...] = ("cuda out of memory", "error: out of memory", ("out of memory", "tried to allocate"))
+_NO_DEVICE_MEMORY: tuple[Text, ...] = (
+    "cuda out of memory", "error: out of memory", ("out of memory", "tried to allocate"), (_GPU_COUNT, "error 2:"),
+)  # fmt: skip
 _CRASHES = ("segmentation fault", "sigsegv", "aborted", "sigabrt", "illegal instruction", "sigill", "floating point", "sigfpe")
 _CUT_SHORT: tuple[Text, ...] = (
     "pytorchstreamreader failed", "unexpected eof", "central directory", "file is not a zip file",
@@ -536,7 +488,7 @@ TIER_3 = (
     _program("storage-load", STORAGE, RESTART, "the storage failed while a checkpoint was loaded from it",
          exceptions=_names("elastic_ext.checkpoints.ranks.StorageFailed")),
     _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later", texts=_BUSY_SERVER,
-         survivable=True),
+         survivable=True, when=lambda view: _GPU_COUNT not in view.text),
     _program("access-expired", CODE, CONFIRM, "the credentials have expired", texts=_EXPIRED,
          survivable=True),
     _program("access-refused-at-start", CODE, STOP, "a server or its client refuses the request, " + _AT_START,
@@ -600,10 +552,11 @@ TIER_3 = (
                 "no cuda gpus are available", "no hip gpus are available", "found no nvidia driver", "system not yet initialized",
                 "error 804", "mps client failed", "nvml/rm version mismatch", "failed to initialize nvml",
                 "cuda error: unknown error", "cuda unknown error",
-                *(("unexpected error from cudagetdevicecount", f"error {code}:") for code in (3, 101, 304, 999)),
+                *((_GPU_COUNT, f"error {code}:") for code in (3, 101, 304, 999)),
                 "exclusive-thread device already in use"), survivable=True),
     _program("gpu-driver", CODE, CONFIRM, "the GPU's driver does not fit this build of torch or CUDA",
-         texts=("driver on your system is too old", "driver version is insufficient", "error 803"), survivable=True),
+         texts=("driver on your system is too old", "driver version is insufficient", "error 803",
+                *((_GPU_COUNT, f"error {code}:") for code in (34, 36, 500))), survivable=True),
     _program("gpu-missing", HARDWARE, CONFIRM, "the host shows fewer GPUs than the script needs",
          texts=("no gpus found", "no supported gpu backend found", "but your machine only has", "no available device found",
                 ("device < num_gpus", "assert"),

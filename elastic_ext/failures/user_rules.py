@@ -25,7 +25,8 @@ from typing import Any
 from elastic_ext.base import diagnosis, files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal, printable
-from elastic_ext.failures.rules import EvidenceView
+from elastic_ext.failures.evidence import EvidenceView
+from elastic_ext.failures.rules import RULES
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,6 +41,7 @@ USER_KINDS = tuple(kind for kind in diagnosis.KINDS if kind != diagnosis.CASCADE
 USER_DECISIONS = tuple(response.value for response in diagnosis.Response if response is not diagnosis.Response.FOLLOW)
 MAX_PATTERN = 500  # characters
 MAX_BYTES = 1 << 20  # of a file
+_TAKEN = frozenset(rule.name for rule in RULES)
 _REGEX_SIGNS = (".*", ".+", "\\", "(?", "[0-9]", "[a-z", ")|(", "^")
 
 
@@ -145,6 +147,8 @@ def _checked(table: object, where: str, origin: str) -> UserRule:
     if not isinstance(name, str) or not name:
         raise UsageError(f"{where}: expected a name, a non-empty string")
     where = f"{where} ({name!r})"
+    if name in _TAKEN:
+        raise UsageError(f"{where}: a rule of elastic_ext has this name, and what it means there: expected another one")
     if unknown := [str(key) for key in table if key not in FIELDS]:
         raise UsageError(f"{where}: unknown field{'s' * (len(unknown) > 1)} {', '.join(unknown)}; known: {', '.join(FIELDS)}")
     if not any(condition in table for condition in CONDITIONS):

@@ -186,6 +186,7 @@ GOOD = {"name": "n", "exit_code": 3, "kind": "code", "decision": "stop"}
     ("change", "said"),
     [
         ({"name": ""}, "expected a name"),
+        ({"name": "network"}, "a rule of elastic_ext has this name"),
         ({"kind": "bug"}, "kind='bug': expected one of code, data"),
         ({"kind": []}, "kind="),
         ({"kind": "cascade"}, "kind='cascade'"),

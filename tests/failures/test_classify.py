@@ -24,7 +24,9 @@ from elastic_ext.failures.evidence import (
     Platform,
     Precedent,
     RaisedException,
+    SearchText,
     Wrapped,
+    contains,
     exit_status,
     read_error_file,
 )
@@ -70,6 +72,10 @@ STATE_DICT = [
     'Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "a"',
     "Unexpected key(s) in state_dict: b",
 ]
+COUNTING_GPUS = (
+    "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling NumCudaDevices() that might have "
+    "already set an error? "
+)
 ROWS = [
     ("agent-interrupted", "user_stop", "stop", killed("SIGTERM", agent_signal="SIGINT"), raised("KeyError",
      agent_signal="SIGINT")),
@@ -128,7 +134,8 @@ ROWS = [
      raised("OSError", "[Errno 122] Disk quota exceeded")),
     ("file-system-ill", "storage", "restart", *(raised("OSError", text) for text in (
         "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected",
-        "[Errno 70] Communication error on send", "[Errno 71] Protocol error", "[Errno 117] Structure needs cleaning")),
+        "[Errno 70] Communication error on send", "[Errno 71] Protocol error",
+        "[Errno 74] Bad message", "[Errno 117] Structure needs cleaning")),
      raised("RuntimeError", "cannot write /beegfs/a: Communication error on send")),
     ("storage-client", "storage", "restart", *(raised(name, "m") for name in (
         "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError",
@@ -172,10 +179,10 @@ ROWS = [
     ("rerun-unsteady", "hardware", "restart", ended(17, stderr_tail="NaN in x\nRank 3, node n2: Possible transient error!!")),
     ("gpu-not-ready", "hardware", "restart",
      raised("torch.AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable"),
-     raised("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before calling "
-            "NumCudaDevices() that might have already set an error? Error 304: OS call failed", first_step_done=False)),
+     raised("RuntimeError", COUNTING_GPUS + "Error 304: OS call failed", first_step_done=False)),
     ("gpu-driver", "code", "confirm", raised("RuntimeError", "The NVIDIA driver on your system is too old (found version 11040)"),
      raised("RuntimeError", "Error 803: system has unsupported display driver", first_step_done=False),
+     raised("RuntimeError", COUNTING_GPUS + "Error 500: named symbol not found", first_step_done=False),
      raised("torch.AcceleratorError", "CUDA error: CUDA driver version is insufficient for CUDA runtime version")),
     ("gpu-missing", "hardware", "confirm",
      *(raised("ValueError", text, first_step_done=False) for text in (
@@ -202,7 +209,8 @@ ROWS = [
      "CUDA out of memory. Process 12 has 20.50 GiB "
                                                                 "memory in use.", first_step_done=True)),
     ("device-memory", "device_memory", "confirm", raised("torch.OutOfMemoryError"), raised("torch.cuda.OutOfMemoryError"),
-     raised("RuntimeError", "CUDA out of memory"), raised("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
+     raised("RuntimeError", "CUDA out of memory"), raised("RuntimeError", COUNTING_GPUS + "Error 2: out of memory"),
+     raised("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
      wrote("CUDA out of memory"), raised("OutOfMemoryError", "Process 12 has 512.00 MiB memory in use")),
     ("shared-memory-left", "host_memory", "restart", raised("FileExistsError", "[Errno 17] File exists: '/000010_locals'"),
      raised("ValueError", "Reused local directory: ['/c4'] vs ['/c4']. Provide a different one.", first_step_done=False)),
@@ -660,6 +668,10 @@ def test_the_fingerprint_holds_what_stays_and_not_what_varies():
     )
     assert of(gated.format("1", "x")) != of(gated.format("1", "y"))
     assert of("'first key'") == of('"a second"') == of("`third`")  # a KeyError with another key each time
+    assert of("loss is nan") == of("loss is inf") != of("information is lost")
+    assert of("found NaN in local grad norm, Device: 3, node: alpha") == of("found NaN in local grad norm, Device: 3, node: beta")
+    others = [f"CUDA out of memory. {'Process 12 has 20.50 GiB memory in use. ' * count}Of it" for count in (1, 2, 5)]
+    assert len({of(each) for each in others}) == 1
     assert of("it can't be 'a b'") == of("it can't be 'c'") != of("it can't go 'a b'")
     library = ("/job/train.py:88 in step", "/v/lib/python3.11/site-packages/torch/nn/module.py:3 in _call_impl")
     assert of("m", *library) == of("m", "train.py:88 in step", "module.py:1750 in _call_impl") == of("m")
@@ -841,16 +853,16 @@ def test_the_texts_of_the_table_are_found_in_any_case_and_their_near_misses_are_
     for _ in range(2000):
         pieces = [random_.choice([text, text[:-1], text[1:], text.upper()]) for text in random_.choices(TEXTS, k=6)]
         joined = random_.choice(["", " ", "\n", "\x00", "\u00e9"]).join(pieces)
-        found = {text for text in TEXTS if rules.contains(rules.SearchText(joined), (text,))}
+        found = {text for text in TEXTS if contains(SearchText(joined), (text,))}
         assert found == {text for text in TEXTS if re.search(re.escape(text), joined, re.IGNORECASE | re.ASCII)}
         seen |= found
     assert seen == set(TEXTS)
-    assert not any(rules.contains(rules.SearchText("\xff\x00" * 40_000), (text,)) for text in TEXTS)
+    assert not any(contains(SearchText("\xff\x00" * 40_000), (text,)) for text in TEXTS)
 
 
 def test_all_of_several_texts_must_be_in_one_line():
-    assert rules.contains(rules.SearchText("a\nNVLink: a FATAL error\nb"), (("nvlink", "fatal"),))
-    assert not rules.contains(rules.SearchText("nvlink\nfatal"), (("nvlink", "fatal"),))
+    assert contains(SearchText("a\nNVLink: a FATAL error\nb"), (("nvlink", "fatal"),))
+    assert not contains(SearchText("nvlink\nfatal"), (("nvlink", "fatal"),))
 
 
 HARD_TEXTS = {

@@ -9,6 +9,7 @@ import pytest
 
 from elastic_ext.base.diagnosis import Collective, Response
 from elastic_ext.base.records import RecordError
+from elastic_ext.failures import user_rules
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
 from elastic_ext.failures.judgement import Circumstances, Lost, going_back, judge
@@ -297,11 +298,68 @@ def test_a_number_out_of_range_goes_back_one_tier_at_a_time():
     assert (third.decision.rule, third.decision.exit_code, third.refuse_copies) == ("repeated", 65, False)
 
 
-@pytest.mark.parametrize(("step", "rule"), [(21, "repeated"), (20, "numeric"), (22, "numeric")])
-def test_a_number_out_of_range_at_the_very_same_step_again_is_a_bug(step, rule):
-    ledger, _ = judge(nan(copied_at=60, saved_at=40), Ledger(), Circumstances(20, nodes=1), 1)
-    _, second = judge(nan(copied_at=60, saved_at=40, resumed_at=40, step=step), ledger, Circumstances(20, nodes=1), 2)
+@pytest.mark.parametrize(
+    ("saved_at", "step", "rule"), [(900, 101, "repeated"), (900, 99, "numeric"), (900, 102, "numeric"), (950, 51, "numeric")]
+)
+def test_a_number_out_of_range_at_the_very_same_step_is_a_bug(saved_at, step, rule):
+    """Unless the checkpoint may hold it: a script that looks every 50 steps sees that at the same step each time."""
+    ledger, rules = Ledger(), Circumstances(20, nodes=1)
+    ledger, _ = judge(nan(copied_at=1000, saved_at=saved_at, step=1001), ledger, rules, 1)
+    _, second = judge(nan(copied_at=1000, saved_at=saved_at, resumed_at=saved_at, step=step), ledger, rules, 2)
     assert (second.decision.rule, second.decision.exit_code) == (rule, 65 if rule == "repeated" else None)
+
+
+@pytest.mark.parametrize(
+    ("tries", "decisions"),
+    [
+        # two optimizers, so two steps count as one of the checkpoints' steps
+        ([(300, 1000, 1100), (500, 900, 1100), (700, 800, 1100)], ["confirm", "confirm", "stop"]),
+        ([(500, 4, 4), (1500, 3, 4), (2500, 2, 4)], ["confirm", "confirm", "stop"]),  # numbered by epoch
+        ([(500, None, None), (1500, None, None), (2500, None, None)], ["confirm", "confirm", "stop"]),
+        ([(150, 1000, 1100), (4150, 900, 5000), (9150, 4900, 14000)], ["confirm", "confirm", "confirm"]),  # real progress
+    ],
+)
+def test_to_go_back_is_not_to_get_further(tries, decisions):
+    ledger, rules, found = Ledger(), Circumstances(20, nodes=1), []
+    for number, (steps, resumed_at, saved_at) in enumerate(tries):
+        told = nan(saved_at=saved_at, resumed_at=resumed_at, step=steps)
+        told = {"a": dataclasses.replace(told["a"], resumed_from=f"/checkpoints/{number}")}
+        ledger, verdict = judge(told, decode_ledger(encode_ledger(ledger)), rules, number)
+        found.append(verdict.decision.response.value)
+    assert found == decisions
+
+
+def test_a_node_that_stays_marks_the_checkpoint_of_one_that_leaves_for_a_nan():
+    rules = dataclasses.replace(RULES, nodes=3, min_nodes=2, members=3)
+    told = {"b": report("hb", **STOPPED, rank=2, step=61), "a": report("ha", "FloatingPointError", "loss is nan", 0, step=61)}
+    _, (first, second) = again(told, 2, rules)
+    assert (first.decision.response, first.refused_by, first.node) == (Response.CONFIRM, "", "a")
+    assert (second.decision.rule, second.decision.checkpoints_back) == ("same-node", 1)
+    assert (second.node, second.refused_by) == ("a", "b")
+
+
+def test_a_bug_that_was_first_explains_what_scripts_end_with_elsewhere():
+    bug = report("ha", "KeyError", "'x'", order=1, rank=0)
+    broken = classify(Evidence(rank=3, node="hb", xids=(79,)))
+    own = classify(Evidence(rank=3, node="hb", exit_code=14))
+    for diagnosis, host in ((own, "ha"), (broken, "hb")):
+        other = Report("hb", dataclasses.replace(diagnosis, order=2))
+        _, verdict = judge({"b": other, "a": bug}, Ledger(), dataclasses.replace(RULES, nodes=6, min_nodes=4, members=4), 1)
+        assert verdict.host == host
+
+
+def test_only_lost_nodes_count_as_lost():
+    """A user's rule may let the job restart for nothing as often as it likes."""
+    own = user_rules.UserRule("license server", "network", Response.RESTART_FREE, exit_code=17)
+    ledger = Ledger()
+    for round_ in range(7):
+        of_user = classify(Evidence(rank=0, node="ha", exit_code=17, step=7, first_step_done=True), (own,))
+        ledger, verdict = judge({"a": Report("ha", of_user, 0)}, ledger, RULES, round_)
+        assert verdict.decision.response is Response.RESTART_FREE
+    lost = dataclasses.replace(RULES, members=3, lost=(LOST,))
+    for round_ in range(8):
+        ledger, verdict = judge({"a": report("ha", **PEER, step=7, resumed_at=0)}, ledger, lost, round_)
+        assert verdict.decision.response is (Response.RESTART_FREE if round_ < 7 else Response.REQUEUE)
 
 
 @pytest.mark.parametrize(

@@ -97,11 +97,13 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
             of(exit_code=14),
             (Precedent(True, True, "n2"), Precedent(True, True, "n3")),
             (6, 4),
-            "replace_node",
+            "restart",
             "hardware",
             "hardware-exit",
-            69,
+            None,
         ),
+        (of(exit_code=14, shared=True), (), (6, 4), "restart", "hardware", "hardware-exit", None),
+        (of(exit_code=14, shared=True), (Precedent(True, False, None),) * 2, (6, 4), "stop", "hardware", "ceiling", 1),
         (of(xids=(79,)), (SAME_THERE, Precedent(True, False, "n3")), (6, 4), "replace_node", "hardware", "xid-replace", 69),
         # 2. the ceiling
         (NETWORK, (SAME_THERE,), None, "restart", "network", "network", None),
@@ -427,14 +429,34 @@ def test_exit_codes_of_the_presets():
 
 def test_a_cut_says_nothing_of_the_checkpoint_that_the_round_began_with():
     loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
-    for diagnosis, back in ((of(hang=True, first_step_done=False), 1), (CUT, 0)):
+    for diagnosis, back in ((of("RuntimeError", "who knows", first_step_done=False), 1), (CUT, 0)):
         assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
+
+
+@pytest.mark.parametrize(
+    ("budget", "past", "rule"),
+    [
+        (Budget(0), (), "budget"),
+        (Budget(9, kind_limits={"hardware": 0}), (), "kind-limit"),
+        (Budget(), (OTHER,) * 7, "in-a-row"),
+    ],
+)
+@pytest.mark.parametrize(("evidence", "exit_code"), [({"xids": (79,)}, 69), ({"exit_code": 14}, 1), ({"xids": (94,)}, 1)])
+def test_a_broken_node_is_named_where_the_job_may_not_restart(budget, past, rule, evidence, exit_code):
+    decided = decide(of(**evidence), budget, past, Nodes(4, 4))
+    assert (decided.rule, decided.exit_code) == (rule, exit_code)
+
+
+def test_a_node_that_leaves_for_a_nan_takes_its_checkpoint_along():
+    decided = decide(of("FloatingPointError", "loss is nan", node="n1"), history=(SAME_HERE,), nodes=Nodes(3, 2))
+    assert (decided.rule, decided.checkpoints_back) == ("same-node", 1)
 
 
 LOAD_FAILED = "elastic_ext.checkpoints.ranks.StorageFailed", "s3://b/step_00000002.g0001 cannot be read: Errno 16"
 BEFORE_ITS_FIRST_STEP = [
     (of("RuntimeError", "who knows", first_step_done=False), 1),
     (of(signal="SIGSEGV", first_step_done=False), 1),
+    (of(hang=True, first_step_done=False), 0),
     (of(*LOAD_FAILED, first_step_done=False), 0),
     (of("OSError", "[Errno 5] Input/output error", first_step_done=False), 0),
     (of("OSError", "[Errno 28] No space left on device", first_step_done=False), 0),

@@ -166,7 +166,7 @@ def test_a_spare_steps_in(job):
     said(done, 0, "round 2 runs with 3 nodes")
     left = jobs.pop("n1").finish()
     assert left.returncode == 69
-    assert left.err.count("told to leave the job after the checkpoint of step") == 1
+    assert left.err.count("asked to leave the job after the checkpoint of step") == 1
     assert "NodeDrained" not in left.err  # workers that were stopped a moment later than their peers may show a traceback
     verdict = json.loads((job.folder / "n1.json").read_text())
     assert (verdict["decision"]["exit_code"], verdict["decision"]["rule"]) == (69, "drained")

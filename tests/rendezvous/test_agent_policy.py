@@ -86,12 +86,12 @@ def test_cuts_of_several_machines_of_one_name_are_not_counted_against_one(ambigu
 def test_without_a_report_too_few_are_left_and_the_job_ends_to_be_requeued() -> None:
     policy = AgentPolicy(Settings(exit_codes="kubeflow"), 3, lambda: None)
     before = encode_ledger(Ledger(charged=4))
-    lost = {"n2-17-a3b2c1": "was lost", "n3-18-d4e5f6": "was told to leave"}
+    lost = {"n2-17-a3b2c1": "was lost", "n3-18-d4e5f6": "was asked to leave"}
     judged = policy.judge(RoundReports(7, {}, {}, lost, 1, {}), before)
     verdict, ledger = decode_verdict(judged.verdict), decode_ledger(judged.ledger)
     assert (judged.state, verdict.decision.response, verdict.decision.exit_code) == (State.CLOSED, Response.REQUEUE, 128 + 75)
     assert (verdict.ends_job, verdict.keeps_ledger, verdict.round, verdict.host) == (True, True, 7, "n2")
-    assert verdict.decision.reason.startswith("node n2 was lost; node n3 was told to leave; 1 of at least 3 nodes are left")
+    assert verdict.decision.reason.startswith("node n2 was lost; node n3 was asked to leave; 1 of at least 3 nodes are left")
     assert (ledger.charged, ledger.failures, ledger.verdicts) == (4, (), (verdict,)), "nothing is charged"
 
 

@@ -34,8 +34,8 @@ def drained(*ids: str, **more: object) -> Header:
         ("rack-3-n3", HEADER, {}, 1, Answer.ADMITTED, "others: 3 nodes"),
         ("n2", HEADER, {"n1": "bad"}, 2, Answer.TOO_FEW, "1 node would remain"),  # one that is refused does not count
         ("n2", drained("rack-3-n3-10-dddddd"), {}, 3, Answer.TOO_FEW, "2 nodes would remain"),
-        ("n2", drained("n2-10-cccccc"), {}, 9, Answer.ASKED, "n2 was told to leave before"),
-        ("n4", drained("n4-10-aaaaaa"), {}, 9, Answer.ASKED, "n4 was told to leave before"),  # it has just died
+        ("n2", drained("n2-10-cccccc"), {}, 9, Answer.ASKED, "n2 was asked to leave before"),
+        ("n4", drained("n4-10-aaaaaa"), {}, 9, Answer.ASKED, "n4 was asked to leave before"),  # it has just died
         ("n4", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left the job before: drained: fan"),
         ("rack-4-n3", HEADER, {"rack": "drained: fan"}, 1, Answer.UNKNOWN, "no node rack-4-n3"),
         ("n4-7-aaaaaa", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left"),

@@ -47,7 +47,8 @@ def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut
     nodes = {"a": FOLLOWS, "b": node(after=3, cut=3), "c": node(after=3, cut=2), "d": node(after=3, cut=3)}
     assert lost(view(BROKEN, nodes, "abce")) == {"e": "was lost", "b": "was cut off from the job's store"}
     left = dataclasses.replace(BROKEN, drains=(Drain("a", "a", 1, released=True), Drain("c", "c", 1)))
-    assert lost(view(left, nodes, "abce")) == {"e": "was lost", "a": "was told to leave", "b": "was cut off from the job's store"}
+    cut = "was cut off from the job's store"
+    assert lost(view(left, nodes, "abce")) == {"e": "was lost", "a": "was asked to leave", "b": cut}
     back = dataclasses.replace(BROKEN, lost="a")  # the round has ended because it was gone
     assert lost(view(back, nodes, "abce")) == {"a": "was lost", "e": "was lost", "b": "was cut off from the job's store"}
 

@@ -119,7 +119,7 @@ def test_the_last_agent_asks_again(alone: Alone, start: str, once: str) -> None:
     assert "the node of the script, n1, is lost; n2 acts in its place" in ran.out
     assert "scontrol requeue 7" in ran.calls
     assert (ran.state / "over").read_text() == "0\n"
-    assert (ran.state / "untold").exists()
+    assert (ran.state / "unreported").exists()
     assert "gave up" not in ran.out
 
 
@@ -173,7 +173,7 @@ def test_the_last_agent_cancels_a_job_that_may_not_be_requeued(alone: Alone, cod
     (alone.state / "code.0.n3").write_text(f"{code}\n")
     shown = ANSWERS[SHOW][0].replace("Requeue=1", "Requeue=0")
     ran = alone.run(f"exit {code}", lost=True, answers={SHOW: [shown]})
-    assert "nobody is left to end the job: it is cancelled" in ran.out
+    assert "nothing is left to end the job: it is cancelled" in ran.out
     assert ran.calls[-1] == "scancel 7"
     assert "scontrol requeue 7" not in ran.calls
 

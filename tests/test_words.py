@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import tokenize
@@ -28,7 +27,7 @@ WORDS = {
     "tell|tells|telling": "say, report, show, find out; tell apart: distinguish",
     "told|untold": "said, reported, informed; told to: asked to, ordered to",
     r"(?<!there )(?:is|are|was|were) (?-i:none)(?! of\b)": "there is none; or a verb: does not have one, is not one",
-    r"(?:(?<=^)|(?<=[.;:|] ))who (?:has|have|had|is|are|was|comes|waits|wants|notices|replaces|scrapes)": "a noun: a node that has",
+    r"(?:(?<=^)|(?<=[.;:|] ))who (?:has|have|had|is|are|was|comes|waits|notices|replaces|scrapes)": "a noun: a node that has",
     r"(?<!-)ill(?!-)": "bad, faulty: what does not work",
     "whence|hence|thereof|wherein|lest|ere|albeit|amongst|whilst|hitherto|henceforth": "a word of today",
 }
@@ -66,6 +65,7 @@ def test_the_product_uses_plain_words() -> None:
         f"{path.relative_to(ROOT)}:{line}: {match[0]!r}: write {instead}"
         for path in product()
         for line, text in texts(path.read_text(), path.suffix == ".py")
+        if compiled("|".join(WORDS)).search(text)
         for pattern, instead in WORDS.items()
         for match in compiled(pattern).finditer(text)
     ]
@@ -76,7 +76,7 @@ def test_names_in_code_are_no_riddles() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{token.start[0]}: {token.string}: write {instead}"
         for path in product()
-        if path.suffix == ".py"
+        if path.suffix == ".py" and re.search("|".join(NAMES), path.read_text())
         for token in tokens(path.read_text())
         if token.type == tokenize.NAME
         for name, instead in NAMES.items()
@@ -94,11 +94,10 @@ def test_file_names_are_clear_and_rarely_repeated() -> None:
 
 def test_names_of_tests_are_short() -> None:
     found = {
-        f"{path.relative_to(ROOT)}: {node.name}"
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith("test_")
-        if len(node.name.split("_")) - 1 > MAX_WORDS
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+        if len(name.split("_")) - 1 > MAX_WORDS
     }
     assert not found, "\n".join(sorted(found))
 

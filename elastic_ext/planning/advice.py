@@ -399,7 +399,7 @@ def _settings(job: PlannedJob, spares: int, saves: Saves, out: float) -> dict[st
         "refuse_node": (str(round(min(job.repair_s, 7 * DAY_S))), "a node that had to leave is to come back after its repair"),
         "rejoin_timeout": (
             "",
-            f"without a spare, a node is back after {first_back_s / 3600:.3g} h on average: one that waits for less is requeued",
+            f"without a spare, a node is back after {first_back_s / 3600:.3g} h on average: a job that waits less is requeued",
         ),
     }
     if saves.memory_steps:

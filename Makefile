@@ -25,7 +25,7 @@ test-all: $(READY) ## everything else, once: grids, long waits, benchmarks, the 
 ci: $(READY) lint ## `make test`, and a quarter of `make test-all`: another one after each commit
 	$(PY) -m tests.run check seam full --quarter
 
-# Each run tells its seed; what fails is run again with fewer faults, and says how to run the fewest that fail.
+# Each run prints its seed; what fails is run again with fewer faults, and says how to run the fewest that fail.
 N ?= 300
 SEED := $(or $(SEED),$(shell date +%s))
 chaos: $(READY) ## N jobs under the faults of N seeds, and a third as many without etcd; 200 warm restarts, 200 killed writers of checkpoints, 600 kills with copies in memory, outages of 3 minutes, 20,000 jobs in virtual time, 100,000 fuzzed inputs

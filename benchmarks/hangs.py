@@ -25,7 +25,7 @@ its store on the host that both others reach. They take turns. Figures are media
 
     noticed    until the first worker of the next attempt runs the script
     again      until the first all_reduce of a later attempt is done on all ranks; in the row `cut`, on two
-    named      the job's own words: who was waited for, and in what the others wait
+    named      the job's own words: the rank that was waited for, and in what the others wait
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def kill_whole(pid: int) -> None:
     kept = private_directories(pids)
     for sig in (signal.SIGSTOP, signal.SIGKILL):
         for each in pids:
-            with contextlib.suppress(ProcessLookupError):  # it has ended by itself
+            with contextlib.suppress(ProcessLookupError):  # it has ended
                 os.kill(each, sig)
     for each in kept:
         shutil.rmtree(each, ignore_errors=True)

@@ -127,7 +127,7 @@ def stock(agents: int, seconds: float, processes: int) -> IdleRates:
 def move_into_a_namespace() -> bool:
     """Start this program again in a network namespace of its own; return False if the system does not allow that."""
     if _ALONE in os.environ:
-        _bring_up_loopback()
+        _start_loopback()
         return True
     unshare = shutil.which("unshare")
     own = ("--user", "--map-root-user", "--net")
@@ -136,7 +136,7 @@ def move_into_a_namespace() -> bool:
     return os.execve(unshare, [unshare, *own, "--", sys.executable, *sys.argv], {**os.environ, _ALONE: "1"})
 
 
-def _bring_up_loopback() -> None:
+def _start_loopback() -> None:
     with socket.socket() as any_socket:
         request = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", b"lo", 0))
         flags = struct.unpack("16sH14x", request)[1]

@@ -8,7 +8,7 @@ in a time namespace whose monotonic clock is 1000 s ahead, so that the agents ha
 
     rank-N      from some moment on rank 3 sleeps longer in each step, by N % of it
     host-N      ranks 2 and 3 do
-    quiet       nobody does, for --quiet-minutes, beside a process that uses a core for 5 s of each 10 s. Each rank computes for
+    quiet       no rank does, for --quiet-minutes, beside a process that uses a core for 5 s of each 10 s. Each rank computes for
                 about a third of its step. Whatever is named is a false name
     overhead    two nodes of one rank, which compute without sleeps: by how much longer the job's steps take after which a sample
                 of the flight recorder is taken, against the median of all steps; all ranks take it after the same one. Nothing

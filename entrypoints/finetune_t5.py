@@ -77,8 +77,8 @@ def functions() -> Iterator[tuple[str, str]]:
     """The first line of documentation, and the name, of functions of Python's library, in sorted order."""
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         for node in ast.parse(path.read_bytes()).body:
-            if isinstance(node, ast.FunctionDef) and (told := ast.get_docstring(node)):
-                yield told.partition("\n")[0], node.name
+            if isinstance(node, ast.FunctionDef) and (doc := ast.get_docstring(node)):
+                yield doc.partition("\n")[0], node.name
 
 
 def sized(args: argparse.Namespace, tokenizer: ByT5Tokenizer) -> T5Config:
@@ -147,8 +147,8 @@ def main() -> None:
     set_seed(0)
     tokenizer = ByT5Tokenizer()  # bytes: nothing to learn or to load
     examples = [
-        {"input_ids": tokenizer(told[:120]).input_ids, "labels": tokenizer(name).input_ids}
-        for (told, name), _ in zip(functions(), range(args.examples), strict=False)
+        {"input_ids": tokenizer(doc[:120]).input_ids, "labels": tokenizer(name).input_ids}
+        for (doc, name), _ in zip(functions(), range(args.examples), strict=False)
     ]
     model = T5ForConditionalGeneration(sized(args, tokenizer))
     # One module in three places instead of three with one weight: torch 2.13 refuses a weight that two FSDP groups can see.

@@ -7,8 +7,8 @@ you give --global-batch.
 
 After each epoch rank 0 saves model, optimizer and epoch; each start resumes from there, at any world size. Worth copying:
 
-* The file is written under another name, brought to the disk, and renamed. So it is always whole: whoever is killed while it
-  saves leaves the epoch before.
+* The file is written under another name, brought to the disk, and renamed. So it is always whole: a rank that is killed while
+  it saves leaves the epoch before.
 * Without storage that all nodes reach: --copies=node. One rank of every node saves the same file to that node's own disk. A node
   that is new, or was away for a while, gets the newest copy that any other node has.
 * --global-batch: a restart with fewer or more ranks keeps the number of examples per optimizer step, and which ones they are.
@@ -179,7 +179,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=args.collective_timeout))
     train(args, device)
-    dist.barrier()  # rank 0 has saved: nobody ends this node before that
+    dist.barrier()  # rank 0 has saved: no rank ends this node before that
     dist.destroy_process_group()
 
 

@@ -289,7 +289,7 @@ def with_names(state: dict[str, Any], names: list[str]) -> dict[str, Any]:
 
 
 def write_file(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Under another name first: whoever is killed while it writes leaves no half of a checkpoint."""
+    """Under another name first: a rank that is killed while it writes leaves no half of a checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("wb") as file:

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """train_fsdp.py as a script that saves checkpoints/checkpoint_epoch_N.pt after each epoch and checks all ranks every 10 steps.
 
-It takes the same options; README.md tells where its name comes from.
+It takes the same options; README.md says where its name comes from.
 """
 
 import sys

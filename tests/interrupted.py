@@ -10,7 +10,7 @@ from types import FrameType
 
 
 @contextmanager
-def told_at_line(line: int, files: Collection[str], number: signal.Signals) -> Iterator[Callable[[], bool]]:
+def signal_at_line(line: int, files: Collection[str], number: signal.Signals) -> Iterator[Callable[[], bool]]:
     """Raise a signal before the line-th line, from 1, that this thread runs in one of these files. Yields whether it has come."""
     left = line
 

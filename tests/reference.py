@@ -31,7 +31,7 @@ EXIT_CODES = {
     0: "the job is done",
     policy.EX_FAILED: "the budget is spent, or nothing is known about the failure",
     policy.EX_CODE: "a bug in the code or the data: do not retry",
-    policy.EX_NODE: "this node is bad, or was told to leave (`elastic-ext drain`): replace it",
+    policy.EX_NODE: "this node is bad, or was asked to leave (`elastic-ext drain`): replace it",
     policy.EX_TRY_AGAIN: "preempted, or the infrastructure failed: try again; or training is done, but the last checkpoint is "
     "only in this node's `local_dir`",
     policy.EX_CONFIG: "wrong usage or configuration; nothing was started",

@@ -14,7 +14,7 @@ def test_a_table_is_the_codes(name):
     assert shown == reference.TABLES[name][1](), "make reference writes it"
 
 
-def test_the_schema_of_a_jobs_status_is_the_codes():
+def test_the_status_schema_is_the_codes():
     assert reference.JOB_SCHEMA.read_text() == reference.job_schema(), "make reference writes it"
 
 

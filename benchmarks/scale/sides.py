@@ -44,7 +44,7 @@ class Side:
         judges: it decides with elastic_ext's modules.
         memory: it has copies in memory.
         whole: the scheduler starts the whole job again.
-        planned: it copies to memory as often as `elastic-ext plan` advises, not as often as the agent chooses by itself.
+        planned: it copies to memory as often as `elastic-ext plan` advises, not as often as the agent chooses.
         strikes: a node leaves when its fault shows again, whatever the modules decide: only a simulation knows that it does.
         ideal: it knows everything at once, decides right and loses no step.
     """

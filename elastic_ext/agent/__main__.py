@@ -89,7 +89,7 @@ def _refuse_completion(argv: Sequence[str]) -> None:
 
 
 def _settle_place(args: Namespace) -> None:
-    """Tell a job on this machine alone from one whose nodes meet where an operator says (see `address.endpoint_of`)."""
+    """Distinguish a job on this machine alone from one whose nodes meet where an operator says (see `address.endpoint_of`)."""
     if os.environ.get("PET_MASTER_ADDR") and str(args.nnodes).rpartition(":")[2] != "1":
         args.rdzv_endpoint = ""
     elif args.rdzv_id == "none":

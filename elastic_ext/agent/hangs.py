@@ -192,7 +192,7 @@ def reach_by(diagnosis: Diagnosis) -> Reach:
 def show_stragglers(workers: LocalWorkers, local_ranks: list[int], grace_s: float) -> list[str]:
     """Log which workers did not end in time and where they were: only now can the reason be found.
 
-    Returns one text for the verdict for each worker. One that was ending by itself got no SIGTERM, and comes last.
+    Returns one text for the verdict for each worker. One that was already ending got no SIGTERM, and comes last.
     """
     rows = {each: workers.progress.read(each) for each in local_ranks} if workers.progress is not None else {}
     pids = {each: workers.processes.pids[each] for each in local_ranks}

@@ -305,7 +305,7 @@ class Verdicts:
         return self._node_stop(diagnosis.STORAGE, str(error), code, rule)
 
     def of_this_host(self, error: NodeUnfit | OSError) -> JobVerdict:
-        """Return a stop because this host is ill, or lacks descriptors, processes, memory or room. Another host may be better."""
+        """Return a stop because this host is bad, or lacks descriptors, processes, memory or room. Another host may be better."""
         if isinstance(error, NodeUnfit):
             if error.by_settings:  # so on every node: this host may come back
                 reason = f"{error}: a directory or a setting is wrong, see what it printed"

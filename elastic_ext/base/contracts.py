@@ -1,8 +1,8 @@
 """What passes between rooms that do not know each other, or between their processes.
 
 The channel on which nodes agree on a checkpoint, which each rendezvous implements and `checkpoints.choice` uses; the lease to
-revoke, which the rendezvous names and the reaper revokes; and the environment variables with which an agent tells its workers and
-its copier about checkpoints. The agent sets all of these.
+revoke, which the rendezvous names and the reaper revokes; and the environment variables by which an agent informs its workers
+and its copier about checkpoints. The agent sets all of these.
 
 The variables, version 1: some may be added, but never change their meaning. With `checkpoint_dir` set, a worker finds:
 

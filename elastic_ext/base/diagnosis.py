@@ -97,7 +97,7 @@ def compared(found: Sequence[Collective], ranks: Collection[int]) -> str:
 
 
 def _positions(found: Sequence[Collective]) -> dict[str, list[int]]:
-    """Return the ranks in each collective, in order; shapes tell those apart whose ranks agree on everything else."""
+    """Return the ranks in each collective, in order; shapes distinguish those whose ranks agree on everything else."""
     ranks: dict[str, list[int]] = {}
     shapes = {str(each): set[str]() for each in found}
     for each in found:

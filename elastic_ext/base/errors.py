@@ -73,7 +73,7 @@ class NodeDrained(NodeRefused):
     def __init__(self, reason: str, refused_s: int, step: int | None) -> None:
         """refused_s: for how long this host may not come back."""
         saved = f" after the checkpoint of step {step}" if step is not None else ""
-        super().__init__(f"told to leave the job{saved}: {reason}; this host may not come back for {refused_s} s")
+        super().__init__(f"asked to leave the job{saved}: {reason}; this host may not come back for {refused_s} s")
         self.reason = reason  # of the operator
         self.step = step  # of the checkpoint that was saved before; None: unknown, or none was
 

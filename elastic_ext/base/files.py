@@ -32,7 +32,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file with one that holds this; the umask sets its mode. Raises OSError, and then leaves no part file.
 
     Invariants: readers see the whole old file or the whole new one. No link is followed, neither in place of the file nor of the
-    temporary file, whose name nobody can guess and which only this call creates.
+    temporary file, whose name no one can guess and which only this call creates.
     """
     part = path.with_name(f".{path.name[:80]}.{secrets.token_hex(8)}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -71,9 +71,9 @@ def remove_orphans(pattern: str, lock: str, on_orphan: Callable[[str], None]) ->
 
 
 def _remove_if_orphaned(folder: str, inside: int, name: str, on_orphan: Callable[[str], None]) -> None:
-    """Remove a directory of this user if nobody holds its lock. inside: its descriptor. Raises OSError: it has none, say.
+    """Remove a directory of this user if no process holds its lock. inside: its descriptor. Raises OSError: it has none, say.
 
-    The name still leads to it: in a directory with the sticky bit nobody else can put another in its place.
+    The name still leads to it: in a directory with the sticky bit no other user can put another in its place.
     """
     with _opened(name, os.O_NONBLOCK, inside) as lock:
         if not stat.S_ISREG(os.fstat(lock).st_mode):

@@ -8,8 +8,8 @@ processes ever share a file, even if a pid is used again. The file is a row of c
     8 bytes   how much of this chunk is used, with this head; written last, so that a record is whole when it is seen
     records, each: int32 size of the key, int32 number of values, the values (float64), the key, padded to 8 bytes
 
-A value is written with a single store of 8 bytes. Nobody takes a lock, and nothing is ever moved or removed. A key is the JSON
-list [kind, name, help, label names, bounds, label values]. A counter has one value. A gauge has two: its value, and the
+A value is written with a single store of 8 bytes. No process takes a lock, and nothing is ever moved or removed. A key is the
+JSON list [kind, name, help, label names, bounds, label values]. A counter has one value. A gauge has two: its value, and the
 time.monotonic() at which it was set, 0.0 before. A histogram has a count for each bound, one for +Inf, and the sum.
 
 What a file holds may be anything: its writer may die between any two stores, and a script may write where it should not. So a

@@ -2,7 +2,7 @@
 
 torch's sockets ask for the name of the address to which they connect, for their log (`formatSockAddr` in c10d/socket.cpp), and
 have no switch for that. They are IPv6 sockets: for 10.0.0.1 they ask for ::ffff:10.0.0.1, which a line for 10.0.0.1 in
-/etc/hosts does not answer. glibc waits 5 s for each name server, twice (resolv.conf(5)). So connections of an agent ask nobody
+/etc/hosts does not answer. glibc waits 5 s for each name server, twice (resolv.conf(5)). So connections of an agent do not ask
 (`connecting`): torch then logs once that the name cannot be retrieved. A name server that answers one agent may still drop the
 questions of hundreds that begin a round at the same moment. Workers, in whose main thread the script may need name servers,
 wait for a shorter time (`variables`) where a look-up beside the agent's other work (`ask`) was not answered at once.

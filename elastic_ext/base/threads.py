@@ -54,7 +54,7 @@ def held() -> Iterator[list[int]]:
 
     So do others that end the agent: those of torchrun's --signals-to-handle, and Slurm's notices before a time limit.
 
-    Only the main thread may change that; agents of other threads get none. Raise them again, if nobody else ends the process.
+    Only the main thread may change that; agents of other threads get none. Raise them again, if nothing else ends the process.
     """
     from elastic_ext.base.torch_private import ends_agent  # not at the top: processes without torch import this module
 

@@ -214,9 +214,10 @@ def _timeline(document: Document, terminal: Terminal) -> Iterator[Line]:
         ended_s = span.ended_s if span.ended_s is not None else 0.0
         gap_s = 0.0 if span.ended_s is None else ended_s - (after.began_s if after is not None else end_s)
         shares += [((span.began_s - ended_s) / whole_s, "=", "42"), (gap_s / whole_s, ".", "43")]
-    told_at = next((each.told_at for each in document.nodes if each.name == document.rounds_by and each.seen_s is None), "")
+    shown_by = [each for each in document.nodes if each.name == document.rounds_by and each.seen_s is None]
+    as_of = f", as of {shown_by[0].reported_at}" if shown_by and shown_by[0].reported_at else ""
     said = f" {age(rounds[0].began_s - end_s)} until {'now' if not end_s else f'{age(end_s)} ago'}"
-    yield ("  rounds  ", PLAIN), *_bar(shares, terminal.colors), (said, PLAIN), (f", as of {told_at}" if told_at else "", SOFT)
+    yield ("  rounds  ", PLAIN), *_bar(shares, terminal.colors), (said, PLAIN), (as_of, SOFT)
 
 
 def _bar(shares: Iterable[tuple[float, str, str]], colors: bool = True) -> list[Part]:
@@ -239,7 +240,7 @@ def _nodes(document: Document, terminal: Terminal) -> Iterator[Line]:
     counts: list[Part] = [("  nodes   ", PLAIN)]
     for state, count in states.most_common():
         counts += [(", " if len(counts) > 1 else "", PLAIN), (f"{count} {state}", TONES.get(state, PLAIN))]
-    if any(each.seen_s is None and each.told_at for each in nodes):
+    if any(each.seen_s is None and each.reported_at for each in nodes):
         counts += [("; ages are as of the newest time under last heard", SOFT)]
     yield counts
     kept = chosen(nodes, terminal.nodes)
@@ -284,7 +285,7 @@ def _row(node: NodeStatus, here: bool) -> tuple[str, ...]:
         f"{age(node.last_step_s)} ago" if node.last_step_s is not None else "",
         saved,
         str(node.standbys or ""),
-        "here" if here else f"{age(node.seen_s)} ago" if node.seen_s is not None else node.told_at,
+        "here" if here else f"{age(node.seen_s)} ago" if node.seen_s is not None else node.reported_at,
     )
     return tuple(map(shown, cells))
 

@@ -44,10 +44,10 @@ class StoreSituation:
 
     started: float  # since when it runs
     streams: int  # number of agents, on any host, that watch keys: those in a job do
-    nodes: int  # number of nodes with a record. One that leaves by itself has none any more, one that is cut off has
+    nodes: int  # number of nodes with a record. One that has left does not count; one that is cut off does
     agents: int  # number of agents of this host that are connected
     had_agents: bool  # there has been one
-    orderly: bool  # the last agent of this host has left by itself, and was not killed
+    orderly: bool  # the last agent of this host has left on its own, and was not killed
     over: bool  # there is a job, and all jobs here have ended
     quiet: float | None  # since when there is no stream; None: there is one
     signalled: float | None = None  # since when a signal has asked it to end; None: it has not

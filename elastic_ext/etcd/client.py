@@ -244,7 +244,7 @@ class EtcdClient:
             lease = etcd.lease(ttl_s)
             return values.Lease(lease.id, lease.ttl, sent_at)
 
-        # Repeatable: a second lease expires by itself.
+        # Repeatable: a second lease expires, as nothing renews it.
         return self._ask("grant a lease", send, timeout_s=timeout_s)
 
     def lease_revoke(self, lease_id: int, *, timeout_s: float | None = None) -> None:

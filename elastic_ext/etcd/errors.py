@@ -181,6 +181,6 @@ def check_version(version: str, endpoint: str) -> None:
     major, _, rest = version.partition(".")
     minor = rest.partition(".")[0]
     if not (major.isdigit() and minor.isdigit()):
-        return  # an unreleased build; a missing call will fail by itself
+        return  # an unreleased build; if a call is missing, it will fail
     if (int(major), int(minor)) < (3, 4):
         raise UnsupportedVersion(f"etcd at {endpoint} is version {version}, expected 3.4 or later: upgrade it")

@@ -97,7 +97,7 @@ class LeaseSession:
         return self._client.now() > self.alive_until - (1 - LATE_SHARE) * self.ttl_s
 
     def revoke(self, *, timeout_s: float | None = None) -> None:
-        """Delete the lease and its keys now. Raises EtcdError if that fails; the lease then expires by itself."""
+        """Delete the lease and its keys now. Raises EtcdError if that fails; the lease then expires when its time is up."""
         self.stop_renewing()
         self._client.lease_revoke(self.lease_id, timeout_s=timeout_s)
 

@@ -63,7 +63,7 @@ class WatchClient(Protocol):
 class Watch:
     """The changes of a key, or of all keys with a prefix, from a revision on.
 
-    Delivers `Batch`es, after a `Began` if it is FROM_NOW. If the watch ends by itself, the last item is an error: `Compacted`
+    Delivers `Batch`es, after a `Began` if it is FROM_NOW. If it ends before `close`, the last item is an error: `Compacted`
     (read again, then watch from there), `AuthError` (no permission), `UnsupportedVersion`, `ClientClosed`, or `EtcdError` if the
     thread failed. Trouble with connections and servers is not delivered; the watch waits it out, and `live` shows it.
     """

@@ -144,9 +144,9 @@ def _first_match(evidence: Evidence, recorded: bool, of_watchdog: str, user_rule
         return found
     if tail or not exception:
         printed_too = replace(everything, exception_names=frozenset())
-        last_words = replace(printed_too, text=SearchText(of_watchdog)) if of_watchdog else printed_too
+        at_abort = replace(printed_too, text=SearchText(of_watchdog)) if of_watchdog else printed_too
         for rule in _rules_for_stderr(evidence, recorded):
-            if rule.matches(last_words if rule.survivable else printed_too):
+            if rule.matches(at_abort if rule.survivable else printed_too):
                 return rule
     return next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
 

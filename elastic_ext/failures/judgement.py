@@ -64,7 +64,7 @@ class Circumstances:
     nodes: int | None = None  # number of nodes present now, including those with a report and spares
     members: int = 0  # number of nodes of the round; 0: unknown
     min_nodes: int | None = None  # minimum number of nodes of the job
-    lost: tuple[Lost, ...] = ()  # the round's nodes that are gone, were cut off or were told to leave; they explain any cascade
+    lost: tuple[Lost, ...] = ()  # the round's nodes that are gone, were cut off or were asked to leave; they explain any cascade
     charges: int | None = None  # restarts charged within the budget's window; None without a window, when all count
     # what nodes reported of their connections while the job hung, by id, besides their reports: connections may be gone by the
     # time of a report. Of the other nodes of the round, their addresses
@@ -159,7 +159,7 @@ def _refused_by(reports: Mapping[str, Report], cause: _Cause, decision: policy.D
 def too_few_left(ledger: Ledger, circumstances: Circumstances, round_: int) -> tuple[Ledger, JobVerdict]:
     """Return the ledger and the verdict where fewer nodes are left than the job needs: a scheduler may start it on others.
 
-    circumstances: with one lost node or more. Nothing is held against them: the platform sees by itself that they are gone.
+    circumstances: with one lost node or more. Nothing is held against them: the platform sees that they are gone.
     """
     lost = circumstances.lost
     names = "; ".join(f"node {each.host} {each.how}" for each in lost[:MAX_NAMED])

@@ -4,7 +4,7 @@ A failure flows one way: each node whose workers failed sends a Report of its ow
 all reports of a round together with the job's Ledger (`judgement`), and publishes one JobVerdict, which every agent carries out.
 
 The ledger outlives agents, pods and a requeue under the same run id. Its times are for people only: the clocks of two machines
-are never compared, and everything that must expire by itself has a lease.
+are never compared, and everything that must expire has a lease.
 
 Wire format: one JSON object per record with `"schema": SCHEMA`; the other keys are the field names, except that
 `Diagnosis.response` is `decision` and `Decision.response` is `verdict`. `verdict_file` also holds a JobVerdict.
@@ -112,7 +112,7 @@ def progress(past: PastFailure, later: PastFailure) -> bool | None:
     """Return whether the later try got further than the past one; None if unknown.
 
     Users number checkpoints in steps or in epochs. So a lower step than at the past failure means "no progress" only if both
-    tries began at the same checkpoint: a job may also resume from an unknown place.
+    tries began at the same checkpoint: a script may also choose a place to resume from, which is unknown.
 
     Some scripts do two optimizer steps in what their checkpoints call one. A try that has gone back to an earlier checkpoint has
     more of them behind it at the same place, so that it got further shows by a later checkpoint only.
@@ -158,7 +158,7 @@ class Report:
     host: NameOrEmpty  # the node's name
     diagnosis: Diagnosis  # the diagnosis of the worker that explains the others of this node
     resumed_at: int | None = None  # step of the checkpoint that the round started from, 0 for the beginning; None if unknown
-    stacks: str = ""  # the stacks of workers that did not end when told to
+    stacks: str = ""  # the stacks of workers that did not end when asked to
     resumed_from: str = ""  # path or URL of that checkpoint; "" if there was none
     reach: Reach = NOTHING_KNOWN  # the hosts that did not answer its workers when the job hung
     copied_at: int | None = None  # step of the newest copy in its memory; None: there is none

@@ -456,7 +456,7 @@ def _only_here(diagnosis: Diagnosis, same: Sequence[Precedent], past: Sequence[P
 
     same: the same failures without progress since.
 
-    Before the first step, an ill mount counts only from the third time on: it may be an outage.
+    Before the first step, a bad mount counts only from the third time on: it may be an outage.
     """
     node, may_be_outage = diagnosis.evidence.node, diagnosis.rule == MOUNT and diagnosis.evidence.before_first_step
     often = len(same) >= (MAX_SAME_FAILURES - 1 if may_be_outage else 1)
@@ -512,7 +512,7 @@ def of_a_node(diagnosis: Diagnosis) -> bool:
 
 
 def may_be_of_a_node(diagnosis: Diagnosis) -> bool:
-    """Return whether a bad node may cause such failures, with its mount or its link. Who notices first is not the cause."""
+    """Return whether a bad node may cause such failures, with its mount or its link. The first to notice is not the cause."""
     evidence = diagnosis.evidence
     of_mount = diagnosis.rule == MOUNT and not evidence.shared
     of_link = bool(evidence.cuts) and all(evidence.node in hosts for hosts in evidence.cuts)

@@ -286,7 +286,7 @@ def _loading(view: EvidenceView) -> bool:
 
 
 def _saved_by_a_launch(view: EvidenceView) -> bool:
-    """Return whether others train there now. Who has only loaded from there may be an evaluation, which is soon over."""
+    """Return whether others train there now. A launch that only loads may be an evaluation, which is soon over."""
     return contains(view.text, (("another launch", "saves to the directory"),))
 
 
@@ -338,7 +338,7 @@ _PREEMPTED_BECAUSE = "the platform is taking the allocation away, so a restart i
 TIER_1 = (
     _requested("agent-interrupted", USER_STOP, STOP, "the user stopped the agent", when=_agent_got("SIGINT", "SIGQUIT")),
     _requested("cancelled", USER_STOP, STOP, "the user cancelled the job", "S", when=_cancelled),
-    _requested("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent was told to stop: " + _PREEMPTED_BECAUSE, "S K",
+    _requested("agent-terminated", PREEMPTION, Response.REQUEUE, "the agent was asked to stop: " + _PREEMPTED_BECAUSE, "S K",
          when=_agent_got("SIGTERM", "SIGUSR1", "SIGUSR2")),
     _requested("disruption-target", PREEMPTION, Response.REQUEUE, _PREEMPTED_BECAUSE, "K",
          when=lambda view: view.evidence.platform.disruption_target is True),

@@ -405,7 +405,7 @@ def condition(state: str, wchan: str, cpu_share: float | None, waiting_share: fl
     return f"asleep{at}: {cpu_share:.0%} of a processor used"
 
 
-# Who is to blame.
+# Blame.
 
 
 @dataclass(frozen=True)

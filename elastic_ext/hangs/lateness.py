@@ -8,7 +8,7 @@ issued the collective before it, no rank has waited for that one yet, and only t
 where lateness carries over from one collective to the next, as its small changes from step to step show: DDP issues the buckets
 of a step one after another and waits at its end.
 
-Two things are told apart, per group and step: by how much a rank is later than the other ranks of its host, which one clock
+Two things are distinguished, per group and step: by how much a rank is later than the other ranks of its host, which one clock
 shows exactly; and by how much a host, by its typical rank, is later than the typical host, by clocks that are aligned
 (`Alignment`). Every collective that the ranks wait for adds the error of the alignment once more.
 

@@ -140,7 +140,7 @@ def text(status: HTTPStatus, line: str, *headers: str) -> Page:
 
 
 def of_metrics(registry: CollectorRegistry) -> Pages:
-    """Return the page for scrapers, in the format that they accept. Who scrapes all the time gets the last page once more."""
+    """Return the page for scrapers, in the format that they accept. One that scrapes too often gets the last page again."""
 
     budget = CpuBudget(CPU_SHARE, CPU_BURST_S)
     last: dict[str, Page] = {}  # by format, of which there are few

@@ -116,7 +116,7 @@ def _url(scheme: str, address: str, port: int) -> str:
 
 
 class _Stage(IntEnum):
-    """How far a client has come. Who has come less far makes room for others first."""
+    """How far a client has come. One that has come less far makes room for others first."""
 
     SILENT = 0
     ASKS = 1  # its request, and with TLS the handshake before, is not whole

@@ -25,14 +25,14 @@ class Situation:
     is_member: bool  # it runs a member, or is about to
     over: bool  # the job has ended, or none has begun
     elsewhere: bool  # some host of the job has an agent
-    orderly: bool  # the last agent here has left by itself; one that was killed may be started again, and finds its job
+    orderly: bool  # the last agent here has left on its own; one that was killed may be started again, and finds its job
     silent: float | None = None  # since when etcd has not answered
     signalled: float | None = None  # since when a signal has asked it to end
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """ends: now. look_again: when the answer may change by itself, monotonic; None: only by an event. reason: for the log."""
+    """ends: now. look_again: when the answer may change without an event, monotonic; None: only by one. reason: for the log."""
 
     ends: bool
     reason: str

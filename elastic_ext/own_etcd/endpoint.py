@@ -17,7 +17,7 @@ from elastic_ext.rendezvous.address import is_loopback
 
 PREFIX = "job:"
 MEMBERS = 3  # a majority outlives the loss of any one; more would only cost writes
-# Ports that no kernel gives out by itself (ip_local_port_range begins at 32768): two for each job, by its run id.
+# Ports that no kernel gives out unasked (ip_local_port_range begins at 32768): two for each job, by its run id.
 FIRST_PORT, PORT_PAIRS = 20000, 6000
 
 _HOST = re.compile(r"\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+)", re.ASCII)

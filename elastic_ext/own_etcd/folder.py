@@ -7,7 +7,7 @@ data/              of the member, if it fits here
 log                of etcd and of the keeper
 
 One keeper for a job and host: the process that holds `lock` is it. `start.lock` is held from before a keeper takes it until it
-listens. Each agent that is in shares `agents`: a folder where nobody holds any of them is abandoned, data and all. The last
+listens. Each agent that is in shares `agents`: a folder where no process holds any of them is abandoned, data and all. The last
 keeper removes the folder with its locks: a process that gets a lock looks whether the file is still there.
 """
 
@@ -96,7 +96,7 @@ def remove(folder: Path) -> None:
 
 
 def remove_abandoned(mine: Path) -> None:
-    """Remove what jobs of this user have left whose keeper and agents were killed: nobody holds their locks."""
+    """Remove what jobs of this user have left whose keeper and agents were killed: no process holds their locks."""
     for folder in mine.parent.glob(f"{_stem()}*"):
         if folder == mine or folder.name.endswith("_data"):
             continue

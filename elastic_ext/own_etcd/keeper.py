@@ -27,7 +27,7 @@ logger = logging.getLogger("elastic_ext.own_etcd.keeper")  # this module runs as
 
 TICK_S = 1.0  # no event shows that etcd no longer answers; without an agent here that decides when the keeper ends
 AGENT_TICK_S = 5.0  # with one; and an agent that waits learns for whom
-DEATHS, DEATHS_S = 3, 60.0  # a member that ends by itself more often than this within this time is not started again
+DEATHS, DEATHS_S = 3, 60.0  # a member that ends unasked more often than this within this time is not started again
 MAKE_WAY_S = decisions.LAST_S + 5.0  # for the keeper of an earlier run, which gets a signal to end
 GONE_S = 2.0  # at the end: for the other keepers with a member, which may still need this one
 
@@ -39,7 +39,7 @@ class Keeper:
         self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._started = time.monotonic()
         self._signalled: float | None = None  # when a signal asked it to end
-        self._deaths: list[float] = []  # when the member ended by itself, monotonic
+        self._deaths: list[float] = []  # when the member ended unasked, monotonic
         names = (job.own.name, *([job.own.address] if job.own.address else []), "localhost", "127.0.0.1", "::1")
         self._files = certificates.write(job.secret, job.plan.run_id, names, job.folder)
         self._runner = member.MemberRunner(job, self._files)

@@ -1,5 +1,5 @@
 """One running member of the job's etcd, a child of the keeper that dies with it; and its start, its end and what follows from
-an end by itself. For the keeper's one thread.
+an end that no one asked for. For the keeper's one thread.
 """
 
 from __future__ import annotations
@@ -102,13 +102,13 @@ def _die_with(keeper: int) -> None:
 
 
 # Whether the others already run: a member that serves answers a handshake in milliseconds. All hosts begin at the same time, so
-# usually nobody is there yet; this is then the price. So for the handshake: a member listens from its start on, but answers
+# usually none is there yet; this is then the price. So for the handshake: a member listens from its start on, but answers
 # only once there is a leader, which may need this very member.
 PROBE_S = 0.3
 
 
 class MemberFailed(ElasticExtError):
-    """The member could not be started, or has ended by itself."""
+    """The member could not be started, or has ended unasked."""
 
 
 class MemberState(Enum):
@@ -202,7 +202,7 @@ class MemberRunner:
         self.state, self.able = MemberState.SERVES, True
 
     def take_end(self) -> str:
-        """Clean up after a member that has ended by itself; return how it ended."""
+        """Clean up after a member that has ended unasked; return how it ended."""
         assert self.running is not None
         words = self.running.log_end()
         self.stop()

@@ -315,7 +315,7 @@ def saves_of(job: PlannedJob) -> Saves:
 def memory_steps(often: int, copy_s: float, rate_s: float, step_s: float) -> int:
     """Return every how many steps a copy in memory costs least, together with the steps that a failure loses.
 
-    often: as often as the product copies by itself after a failure: as its cost allows. copy_s: what a copy stalls. rate_s:
+    often: as often as the product copies after a failure: as its cost allows. copy_s: what a copy stalls. rate_s:
     failures of the job in a second.
     """
     return max(often, round(best_interval_s(copy_s, 1 / rate_s) / step_s))
@@ -399,7 +399,7 @@ def _settings(job: PlannedJob, spares: int, saves: Saves, out: float) -> dict[st
         "refuse_node": (str(round(min(job.repair_s, 7 * DAY_S))), "a node that had to leave is to come back after its repair"),
         "rejoin_timeout": (
             "",
-            f"without a spare, a node is back after {first_back_s / 3600:.3g} h on average: who waits for less is requeued",
+            f"without a spare, a node is back after {first_back_s / 3600:.3g} h on average: a job that waits less is requeued",
         ),
     }
     if saves.memory_steps:

@@ -1,4 +1,4 @@
-"""The name and the address by which other nodes know this one, and what tells machines of one name apart."""
+"""The name and the address by which other nodes know this one, and what distinguishes machines of one name."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class HostName:
 
     name: str
     resolved: tuple[str, ...]  # the addresses of the name
-    loops: bool  # gloo would take the loopback, where workers of other hosts reach nobody
+    loops: bool  # gloo would take the loopback, where workers of other hosts cannot reach this one
     interface: str  # the one by which the other nodes reach this host; "": none has that address
 
     def __str__(self) -> str:

@@ -190,7 +190,7 @@ class Rendezvous(Protocol):
         """Note that the job has ended well on all nodes."""
 
     def announce_leaving(self, reason: str) -> None:
-        """Note that this node was told to leave; its workers still run. What their end causes elsewhere is not a failure."""
+        """Note that this node was asked to leave; its workers still run. What their end causes elsewhere is not a failure."""
 
     def shutdown(self) -> bool:
         """End the job for all nodes if it is to end, then leave it. A second call does nothing."""

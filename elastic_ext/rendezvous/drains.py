@@ -104,7 +104,7 @@ def admit(
     if new and len(remain) < min_nodes:
         return Admission(Answer.TOO_FEW, f"{count} would remain, and {least}; nothing was changed", header, named)
     if not new and not hastened:
-        return Admission(Answer.ASKED, f"{host} was told to leave before", header, named)
+        return Admission(Answer.ASKED, f"{host} was asked to leave before", header, named)
     made = header.drains_made + 1
     kept = [replace(each, now=each.now or each.node in hastened) for each in header.drains]
     added = [Drain(id_, host, made, asked.reason or NO_REASON, max(1, asked.refused_s), asked.now) for id_ in new]
@@ -154,7 +154,7 @@ def may_go(header: Header, nodes: Mapping[str, Node], running: Collection[str], 
         if drain.released:
             continue
         if id_ not in nodes:
-            chosen.append(id_)  # it has left by itself: the host is refused all the same
+            chosen.append(id_)  # it has already left: the host is refused all the same
         elif len(staying) > min_nodes and (drain.now or id_ not in running or (_is_ready(drain, nodes) and not drain.held)):
             staying.discard(id_)
             chosen.append(id_)

@@ -2,7 +2,7 @@
 
 The server forgets a node when its lease has not been renewed for a whole lease time; the others may then go on without it. So a
 node whose lease is about to end must stop its workers, unless no other node of the round can renew its own lease either: then
-nobody can form a round, and when etcd is back it gives every lease its full time again.
+no node can form a round, and when etcd is back it gives every lease its full time again.
 
 Wire protocol: each node writes its state (WELL, TROUBLE or BACK) into the store of the round, which does not depend on etcd,
 under elastic_ext/trouble/RANK (`node_states`). A node that has never written is well.
@@ -21,7 +21,7 @@ which are about to come back too, train on for `train_on_s`, counted from before
 that time: the leader was in the outage too, and gives the members longer than that to come back (`outage.returning_s`).
 
 Invariant: a node writes BACK only if half of its lease time had passed; a leader in that state waits for the members
-(`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL and excuses nobody.
+(`LeaseSession.late`). A node that comes out of a shorter trouble writes WELL and excuses no node.
 
 Invariant: a fence that has closed stays so for the round. Its workers are being stopped, though the lease may have been renewed
 since; the node's next record says so (`Node.cut`), which explains the failures of the others.
@@ -107,7 +107,7 @@ class Fence:
         with self._wake:
             self._round = round_
             self.closed = self._given_up = False
-            self._written = WELL  # nobody has written anything into a new store
+            self._written = WELL  # nothing has been written into a new store
             self._wake.notify()
 
     def give_up(self, reason: str, certain: bool) -> None:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class OtherJob(errors.ElasticExtError):
-    """The run id is another job's by now, or nobody's."""
+    """The run id is another job's by now, or no job's."""
 
 
 @dataclass(frozen=True)

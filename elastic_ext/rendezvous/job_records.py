@@ -129,7 +129,7 @@ class JobRecords:
         job, header, refused = (reading.kv for reading in read.readings)
         if refused is not None:
             why = printable(refused.text)
-            raise HostRefused(f"this host was told to leave the job and may not come back yet: {why}")
+            raise HostRefused(f"this host was asked to leave the job and may not come back yet: {why}")
         theirs = self._settings_in(job)
         conflict = self._mine.conflict(theirs) if theirs is not None else ""
         if theirs is None or (not conflict and job is not None and not job.lease_id):
@@ -152,7 +152,7 @@ class JobRecords:
             return None
         drain = drains.of_host(found.header, self._host)
         if drain is not None and not found.header.ended:  # the node that was to leave is gone or going; this one replaces it
-            raise HostRefused(f"this host was told to leave the job: {printable(drain.reason)}")
+            raise HostRefused(f"this host was asked to leave the job: {printable(drain.reason)}")
         return found
 
     def _come_from_elsewhere(self, job: KeyValue) -> None:
@@ -203,7 +203,7 @@ class JobRecords:
             return None
         return lease_id if written.succeeded else None
 
-    def bring_back(self, lease_id: int, name: str) -> int:
+    def restore(self, lease_id: int, name: str) -> int:
         """Return the lease of the records that belong to no node. If the job's record is lost or overwritten, write it again.
 
         lease_id: the last known one. A lease that is alive is kept, since other records may be under it. name: the job's. While

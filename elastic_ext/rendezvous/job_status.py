@@ -21,7 +21,7 @@ from elastic_ext.rendezvous.round_records import SCHEMA, Assignment, Header, Nod
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.5  # after an answer that nobody listens there
+RETRY_S = 0.5  # after an answer that no process listens there
 
 
 class NoAnswer(EtcdError):

@@ -39,7 +39,7 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     Written by that node when its state changes, else every 15 s. Read by any agent that serves the status.
     joins/HOST/ROUND  empty: with this round, that host joined a job that was under way. Lease: its own, of rounds.JOIN_WINDOW_S.
                     Written and counted by that host's nodes.
-    refused/HOST    why that host was told to leave, as text. Lease: its own, of the setting `refuse_node`.
+    refused/HOST    why that host was asked to leave, as text. Lease: its own, of the setting `refuse_node`.
                     Written by the leader with the verdict, or as it lets a drained node go, and by a node of a host that comes
                     and goes; deleted by `elastic-ext drain --undo`. Read by that host's nodes as they enter, and `elastic-ext
                     explain`.

@@ -486,7 +486,7 @@ class Election:
         self.leader: Leader | None = None
         self._predecessor: Watch | None = None
         self._to_follow: str | None = None  # key of the predecessor, until it is watched
-        self._doubt_until: float | None = None  # its record was overwritten, and nobody has put it back
+        self._doubt_until: float | None = None  # its record was overwritten, and has not been put back
 
     def find_predecessor(self, last: KeyValue | None = None) -> None:
         """Lead if no node came before this one; otherwise watch the last one that did (as in etcd's client/v3/concurrency).
@@ -579,7 +579,7 @@ class Election:
     def _nodes_until_own(self) -> Sequence[KeyValue]:
         """Read this node's key and the one created last before it.
 
-        A key that holds no node leads nobody: then read all keys to find one that does.
+        A key that holds no node leads to no node: then read all keys to find one that does.
         """
         folder, client = self._context.keys.nodes, self._context.client
         found = client.last_created(folder, self._registration.created, limit=2).kvs

@@ -14,12 +14,12 @@ host lives on and closes their connections. So each agent keeps a link to one or
 Nodes may die together, as those of one rack: then some die with all that kept links to them. So an agent that has declared a
 node dead looks at the nodes that this one kept links to: one that refuses a connection is doubted as above, and so on.
 
-A link that is reset or times out makes nobody a suspect: a dead process closes its connections, something on the way resets them.
+A link that is reset or times out makes no node suspect: a dead process closes its connections, something on the way resets them.
 The record is deleted in a transaction that compares the doubt. So a node either removes the doubt or is removed, and learns
 which.
 
 Invariants:
-    The listening socket is open as long as the agent or its reaper lives: the reaper inherits it. Nobody links to an agent that
+    The listening socket is open as long as the agent or its reaper lives: the reaper inherits it. No node links to an agent that
     has no reaper, because its workers could outlive it.
     A node that reaches etcd within CONFIRM_S is not declared dead, even if something between the hosts closes or refuses a link.
     A node is declared dead within DECIDE_S after the end of its link (to it, or from it to one that died with it) or not at all,
@@ -234,7 +234,7 @@ class Peer:
     """Another node, as its record in etcd describes it."""
 
     node_id: str
-    # address, port: of its listening socket for links; port 0: nobody may link to it.
+    # address, port: of its listening socket for links; port 0: no node may link to it.
     address: str
     port: int
     created: int  # create revision of its record
@@ -319,7 +319,7 @@ class Peers:
         return True
 
     def _both_in_job(self, peer: Peer) -> list[Compare]:
-        """The condition that the other node has not registered again, and that nobody has taken this one out of the job."""
+        """The condition that the other node has not registered again, and that no node has taken this one out of the job."""
         return [
             Compare(self._keys.node(peer.node_id), "create", "=", peer.created),
             Compare(self._keys.node(self._node_id), "create", ">", 0),
@@ -353,7 +353,7 @@ class Links:
             server: a listening socket; closed at the end.
             on_given_up: called on the thread of the links when the others may have declared this node dead; see Presence.
         """
-        self.port: int = server.getsockname()[1]  # of the listening socket; 0: nobody must link to this node
+        self.port: int = server.getsockname()[1]  # of the listening socket; 0: no node may link to this one
         self.presence = presence.Presence(job, node_id, records.answer, on_given_up)  # the links from other nodes
         self._server, self._records = server, records
         self._doubts: Watch | None = None
@@ -399,7 +399,7 @@ class Links:
             self._server.setblocking(False)
             self._loop.run_until_complete(self._serve())
             self._server.close()
-        except Exception:  # top of the thread. The socket stays open, so that nobody takes this node for dead
+        except Exception:  # top of the thread. The socket stays open, so that no node takes this one for dead
             logger.exception("the links to other agents have failed")
         finally:
             self._loop.close()

@@ -156,7 +156,7 @@ class Participant:
 
         self.tasks.post(work)
         if not left.wait(timeout_s + 1):
-            logger.warning("the job's store did not answer within %g s: the node's lease will expire by itself", timeout_s)
+            logger.warning("the job's store did not answer within %g s: the node's lease expires when its time is up", timeout_s)
         return None
 
     # Everything below runs on the rendezvous thread.
@@ -233,7 +233,7 @@ class Participant:
             try:
                 session.revoke(timeout_s=timeout_s)
             except EtcdError as error:
-                logger.warning("%s; the node's lease will expire by itself", error)
+                logger.warning("%s; the node's lease expires when its time is up", error)
 
 
 class Recovery:
@@ -293,7 +293,7 @@ class Recovery:
             self._assignment.doubtful = True
         if self._registration.created == 0:
             return
-        header.lease_id = self._job_records.bring_back(header.lease_id, header.job)
+        header.lease_id = self._job_records.restore(header.lease_id, header.job)
         read = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key), Get(context.own_key)])
         found, assignment, own = (reading.kv for reading in read.readings)
         header.observe(found, read.revision)
@@ -408,7 +408,7 @@ REJOIN_MARGIN_S = 5.0  # for the agent of a node that was only cut off: to hear 
 def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
     """Return how many seconds the job waits for lost nodes; None: as long as each node waits for a round (`join_timeout`).
 
-    In a step of Slurm no agent is started again, so nobody can come but a node that was cut off.
+    In a step of Slurm no agent is started again, so only a node that was cut off can come.
     """
     if settings.rejoin_timeout is None and slurm.in_step(environ):
         return settings.lease_ttl + REJOIN_MARGIN_S

@@ -74,7 +74,7 @@ async def in_thread(call: Callable[[], T]) -> T:
             done: tuple[Callable[[Any], None], object] = future.set_result, call()
         except Exception as error:  # noqa: BLE001 - raised again where it is awaited
             done = future.set_exception, error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits any more
             loop.call_soon_threadsafe(finish, *done)
 
     threading.Thread(target=run, name="elastic_ext-link-call", daemon=True).start()
@@ -174,7 +174,7 @@ class Presence:
     async def _look(self) -> None:
         """While a node that has lost its link may declare this one dead, look whether it has. Give up if etcd does not answer.
 
-        A node that is linked again, or is out of the job itself, declares nobody dead.
+        A node that is linked again, or is out of the job itself, declares no node dead.
         """
         if self._looking:
             return
@@ -206,7 +206,7 @@ class Presence:
     def _answered(self, others: tuple[str, ...] = ()) -> frozenset[str]:
         """Answer a doubt; return those of the others that are in the job.
 
-        In a thread of its own, which may go on when nobody waits for it any more: what it reads is reported all the same.
+        In a thread of its own, which may go on when no task waits for it any more: what it reads is reported all the same.
         """
         standing = self._ask(others)
         if standing.dead:

@@ -70,7 +70,7 @@ class Node:
     # The round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains failures of other
     # nodes.
     cut: Count = 0
-    link_port: Port = 0  # of its listening socket for links (`links`), at `address`; 0: nobody may link to it
+    link_port: Port = 0  # of its listening socket for links (`links`), at `address`; 0: no node may link to it
     quiet: Count = 0  # the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not
     addresses: tuple[Name, ...] = ()  # its own that its workers use meanwhile
     # Other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
@@ -86,7 +86,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Drain:
-    """A node that an operator has told to leave the job."""
+    """A node that an operator has asked to leave the job."""
 
     # node, host: its id, and the name by which its host is refused afterwards.
     node: Name

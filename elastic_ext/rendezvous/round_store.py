@@ -158,7 +158,7 @@ def recently_silent(silent: Mapping[str, int], round_: int) -> tuple[str, ...]:
 
 
 WELL, TROUBLE, BACK = "0", "1", "2"
-_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else counts as WELL, which excuses nobody
+_STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else counts as WELL, which excuses no node
 _KEYS = "elastic_ext/trouble/"
 _MOST_CALLS = 3  # that give no answer: a frozen host accepts connections, and each further call would hang as well
 

@@ -34,7 +34,7 @@ STALLED = "no worker of the job is making progress"  # for people: why a round e
 # Workers that all waited for one that has finished go on. By this time their nodes have withdrawn their claims of a stall: a node
 # that claims checks its workers every hangs.detector.CALL_CHECK_S, for any hang_timeout. It sees a step, or a process that
 # computes, at the first check or the second; work that barely counts as such, once it fills the window over which the process
-# stats are compared (detector.window_s, 27 s at most). The rest is for a late agent (detector.LATE_S), and for telling.
+# stats are compared (detector.window_s, 27 s at most). The rest is for a late agent (detector.LATE_S), and for reports.
 CLAIMS_S = 45.0
 ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 
@@ -153,7 +153,7 @@ def lost(view: View) -> dict[str, str]:
     Also of one that is back: the round has ended because it was gone.
     """
     number, released = view.header.round, drains.released(view.header)
-    became = {id_: "was told to leave" for id_ in view.members if id_ in released}
+    became = {id_: "was asked to leave" for id_ in view.members if id_ in released}
     became |= {
         id_: "was cut off from the job's store" for id_, node in view.nodes.items() if id_ in view.members and node.cut == number
     }
@@ -201,7 +201,7 @@ def _age(header: Header) -> tuple[int, int, bool, int, int]:
 def precedes(found: Header, known: Header) -> bool:
     """Return whether the found header is an older one of the same job: a node that missed events brought it back.
 
-    Of two rounds with one number, or of two jobs, the one in the store counts: nobody can tell which is older.
+    Of two rounds with one number, or of two jobs, the one in the store counts: nothing shows which is older.
     """
     if found.job != known.job or (found.round == known.round and found.seal != known.seal):
         return False

@@ -106,7 +106,7 @@ class LostRace(ElasticExtError):
 
 
 class HostRefused(ElasticExtError):
-    """This host was told to leave the job and may not come back yet: the node's part ends."""
+    """This host was asked to leave the job and may not come back yet: the node's part ends."""
 
 
 class TaskRunner:

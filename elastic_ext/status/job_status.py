@@ -201,9 +201,9 @@ class NodeStatus:
     saved_s: float | None = None
     standbys: int = 0
     # age of its report, as far as the reader can know; 0 for the node that shows this; None: read only once. Then its ages are as
-    # of told_at, or as of that of the newest report if both run in the same round
+    # of reported_at, or as of that of the newest report if both run in the same round
     seen_s: float | None = None
-    told_at: str = ""  # wall clock of the node at its report, as text, for people only
+    reported_at: str = ""  # wall clock of the node at its report, as text, for people only
 
 
 @dataclass(frozen=True)
@@ -417,7 +417,7 @@ def _node(status: JobStatus, id_: str, known: tuple[NodeReport, float | None] | 
         saved_s=_older(report.saved_s, later),
         standbys=report.standbys,
         seen_s=round(later, 3) if seen_s is not None else None,
-        told_at=shown(report.at)[:MAX_AT],
+        reported_at=shown(report.at)[:MAX_AT],
     )
 
 

@@ -28,7 +28,7 @@ _WORKING = tuple(map(progress_layout.PHASES.index, ("step", "eval")))
 class ProgressRow:
     """This worker's row of the progress table. Each value is one 64-bit word, written with a single store.
 
-    Where our agent did not start this process, it is plain memory that nobody reads: the same code runs.
+    Where our agent did not start this process, it is plain memory that no agent reads: the same code runs.
     """
 
     def __init__(self, path: str | None = None, slot: int = 0, wake_path: str | None = None) -> None:
@@ -133,7 +133,7 @@ _workers: dict[int, Worker] = {}  # by pid: a child forked by the script is not 
 
 
 def this_worker() -> Worker:
-    """Return this process as a worker; one whose row nobody reads if our agent did not start it."""
+    """Return this process as a worker; one whose row no agent reads if ours did not start it."""
     pid = os.getpid()
     if pid not in _workers:
         _workers[pid] = (None if _workers else _from_environment()) or Worker(ProgressRow())

@@ -87,7 +87,7 @@ class Reaper:
         self._process: subprocess.Popen[bytes] | None = None
         self.pidfd: int | None = None  # readable once the reaper has ended; None: no reaper runs
         self._cannot_start = False  # logged once
-        self._cannot_run = False  # it ended by itself, as the next one would
+        self._cannot_run = False  # it ended unasked, as the next one would
         self._start()
 
     def _start(self) -> None:

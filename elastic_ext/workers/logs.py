@@ -241,7 +241,7 @@ class RelayClient:
             os.close(self._closing[1])
         self._thread.join()
         os.close(self._closing[0])
-        self._control.close()  # the relay ends by itself once its pipes have ended
+        self._control.close()  # the relay ends once its pipes have ended
         if still_open == 0 and not self._await_end(END_S):
             logger.warning("the stderr relay (pid %s) has not ended yet", self.pid)
         self._close_sources()
@@ -484,7 +484,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             yield
         finally:
             if owner is not None:
-                if os.path.exists(os.path.join(self.root_log_dir, OWNER)):  # `reify` has left it there: nobody wants logs
+                if os.path.exists(os.path.join(self.root_log_dir, OWNER)):  # `reify` has left it there: no one wants logs
                     _remove_but(self.root_log_dir, self.error_files.values() if self.failed else ())
                 os.close(owner)
 

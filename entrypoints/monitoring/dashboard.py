@@ -21,7 +21,7 @@ WINDOWS = ("1h", "1d", "7d")
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel. queries: PromQL and legend. unit: as Grafana names it. about: what it tells, for people."""
+    """A panel. queries: PromQL and legend. unit: as Grafana names it. about: what it shows, for people."""
 
     title: str
     kind: str

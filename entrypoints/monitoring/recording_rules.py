@@ -14,7 +14,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 
-# What tells one agent from another. `pod` is empty outside Kubernetes.
+# What distinguishes one agent from another. `pod` is empty outside Kubernetes.
 AGENT = "job, instance, pod"
 NEWEST = "agent:elastic_ext_info:newest"
 

@@ -58,20 +58,20 @@ def test_the_exit_code_of_a_signal(monkeypatch, number, code):
     ("preset", "code", "others"),
     [("design", 69, 75), ("design", 75, 75), ("design", 65, 65), ("stock", 1, 1), ("kubeflow", 197, 203)],
 )
-def test_what_the_other_nodes_do_when_one_closes_the_job(preset, code, others):
+def test_the_others_when_one_node_closes_the_job(preset, code, others):
     own = JobVerdict(Decision(Action.STOP, "unknown", "why", code), 2, "a", "a")
     told = decode_verdict(encode_verdict(for_others(own, preset)))
     assert (told.decision.exit_code, told.decision.reason, told.ends_job) == (others, "why", True)
 
 
-def test_the_others_get_one_short_line_of_the_error_that_ends_an_agent():
+def test_others_get_one_line_of_an_agents_error():
     verdicts = Verdicts(Settings(), SimpleNamespace(round=2, node_id="a", host="a"))
     decision = verdicts.of_agent(OSError("x" * 10**6)).decision
     assert decision.reason.startswith("the agent on a failed: OSError: xxx")
     assert len(decision.reason) <= MAX_TEXT
 
 
-def test_a_job_closed_without_a_word_ends_with_one_line(monkeypatch, capsys):
+def test_a_job_closed_silently_ends_with_one_line(monkeypatch, capsys):
     """As by an agent other than ours."""
     ended = []
     monkeypatch.setattr(exits, "job", exits.JobEnd("design"))
@@ -83,7 +83,7 @@ def test_a_job_closed_without_a_word_ends_with_one_line(monkeypatch, capsys):
 
 @pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts another /dev in a mount namespace of its own, which only root may")
-def test_a_stream_that_leads_to_a_file_stays_one(tmp_path):
+def test_a_stream_to_a_file_stays_one(tmp_path):
     """As /dev/stderr of a job whose output goes to a file."""
     # What is imported may need the files of the usual /dev: torch opens /dev/urandom on some processors.
     mounted = "mount -t tmpfs dev /dev && ln -s /proc/self/fd/2 /dev/stderr"
@@ -108,7 +108,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/", ".", "..", "/dev/full", "{0}/pipe", "{0}", "{0}/no/verdict"])
-def test_a_path_that_is_no_file_ends_no_agent(tmp_path, path, caplog):
+def test_a_path_that_is_no_file_is_harmless(tmp_path, path, caplog):
     """A pipe without a reader would block for ever; a device must not be replaced by a file."""
     os.mkfifo(tmp_path / "pipe")
     exits.publish({"a": 1}, path.format(tmp_path))
@@ -165,7 +165,7 @@ threading._register_atexit(release.set)
 
 
 @pytest.mark.full
-def test_nothing_that_an_interpreter_owes_is_lost_at_the_end(tmp_path):
+def test_an_ending_interpreter_loses_no_output(tmp_path):
     """It ends at once, or with a thread that the interpreter waits for."""
     alone, beside = ends(tmp_path, *(LAUNCHER + ENDING.format(more=more) for more in ("", THREAD)))
     for (code, printed, err), thread in ((alone, []), (beside, ["a thread has ended"])):
@@ -195,7 +195,7 @@ ANSWER = "atexit.register(answer.set)\n"
 
 
 @pytest.mark.seam
-def test_a_launcher_does_not_take_itself_apart_after_a_success(tmp_path):
+def test_a_launcher_ends_without_teardown_after_a_success(tmp_path):
     """Any other program does. A call to a store that returned meanwhile would abort it, so it waits: a launcher need not."""
     cases = [
         (LAUNCHER + CALL + SUCCESS, 0, APART[:1]),

@@ -109,7 +109,7 @@ def test_no_helper_imports_what_the_jobs_pythonpath_holds(tmp_path):
 
 @pytest.mark.seam
 @pytest.mark.parametrize("where", ["PYTHONPATH", "checkout"])
-def test_helpers_find_a_package_that_only_the_agents_path_holds(tmp_path, where):
+def test_helpers_find_a_package_on_the_agents_path(tmp_path, where):
     """elastic_ext is not installed for this interpreter: a link to it lies in PYTHONPATH, or in the working directory."""
     import elastic_ext
 

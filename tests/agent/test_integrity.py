@@ -84,7 +84,7 @@ def hosts(tmp_path):
 
 @pytest.mark.parametrize("what", ["parameter", "state"])
 @pytest.mark.full
-def test_the_odd_one_of_three_is_replaced_by_the_spare(hosts, undisturbed, what):
+def test_a_spare_replaces_the_odd_one_of_three(hosts, undisturbed, what):
     """It is rank 0, which also saves: what it has saved since is refused."""
     gate = hosts.folder / "gate"
     os.mkfifo(gate)
@@ -110,7 +110,7 @@ def test_the_odd_one_of_three_is_replaced_by_the_spare(hosts, undisturbed, what)
 
 
 @pytest.mark.seam
-def test_of_two_there_is_one_restart_and_the_second_time_both_are_named(hosts, undisturbed):
+def test_two_differ_restart_once_then_both_are_named(hosts, undisturbed):
     jobs = hosts.start("ab", "2", flips="0 0 50 parameter,1 1 70 state")
     done = {name: job.finish() for name, job in jobs.items()}
     assert {each.returncode for each in done.values()} == {69}
@@ -125,7 +125,7 @@ def test_of_two_there_is_one_restart_and_the_second_time_both_are_named(hosts, u
 
 
 @pytest.mark.full
-def test_on_one_host_and_what_began_from_nothing_begins_there_again(tmp_path, undisturbed):
+def test_on_one_host_fresh_jobs_begin_again_fresh(tmp_path, undisturbed):
     """All its checkpoints are refused: they are newer than the first comparison."""
     done = plain(tmp_path, "ddp", 2, flips="0 0 10 parameter")
     assert done.returncode == 0, done.err
@@ -164,7 +164,7 @@ def test_shards_of_hsdp(tmp_path):
     assert "the replicas of ranks 0, 2 differ after step 40 of this round; all were equal after step 20" in done.err
 
 
-def test_the_hashes_of_a_node_are_those_of_its_workers_together(tmp_path):
+def test_a_nodes_hashes_are_of_all_its_workers(tmp_path):
     """What is no hash, or no file yet, says nothing."""
     table = ProgressTable(str(tmp_path / "progress"), 3)
     workers = LocalWorkers(cast("Any", None), table, {0: 6, 1: 7, 2: 8}, {}, {})

@@ -79,7 +79,7 @@ def test_what_is_late_is_named_on_two_nodes(server, tmp_path, ranks, who):
 
 
 @pytest.mark.full
-def test_with_slow_node_replace_a_spare_takes_the_place_of_a_late_host(server, tmp_path):
+def test_slow_node_replace_puts_a_spare_in(server, tmp_path):
     """Once it has been late for slow_node_after, at the next checkpoint."""
     conf = ",slow_node=replace,slow_node_after=1"
     with ExitStack() as stack:
@@ -104,7 +104,7 @@ class Asked(SlowNodes):
         self.times += 1
 
 
-def test_a_comparison_that_outlasts_its_round_has_no_host_leave(tmp_path):
+def test_a_comparison_after_its_round_removes_no_host(tmp_path):
     table = ProgressTable(str(tmp_path / "progress"), 1)
     (tmp_path / "stacks.issued").write_text(json.dumps({"schema": 1, "step": 128, "step_us": 60_000, "windows": []}))
     workers = LocalWorkers(None, table, {0: 0}, {}, {0: str(tmp_path / "stacks")})  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def test_a_comparison_that_outlasts_its_round_has_no_host_leave(tmp_path):
     assert not asked.times
 
 
-def test_a_node_waits_for_no_question_about_a_sample_once_it_has_a_newer_one(tmp_path):
+def test_a_newer_sample_ends_questions_about_the_old(tmp_path):
     """The node of rank 0 may sample more rarely. The last of many nodes would wait so long that it missed what is compared."""
     table, store, node = ProgressTable(str(tmp_path / "progress"), 2), HashStore(), 3000
     files = {local_rank: str(tmp_path / f"stacks{local_rank}") for local_rank in range(2)}

@@ -125,7 +125,7 @@ def test_what_makes_a_node_unfit(code, why):
 
 
 @pytest.mark.parametrize("given", [{}, {"local_dir": "/nvme"}])
-def test_our_own_check_gets_no_settings_that_the_agent_has_accepted(given):
+def test_our_check_gets_no_settings_the_agent_accepted(given):
     """Without --shutdown-timeout=15 and --rdzv-conf=hang=on, as the agent has them, these contradict each other."""
     environ = {"PATH": "/bin", "ELASTIC_EXT_PLATFORM_GRACE": "20", "ELASTIC_EXT_HANG": "off", "ELASTIC_EXT_HANG_TIMEOUT": "60"}
     command, left = launch.own_check(Settings(**given), environ, 8)

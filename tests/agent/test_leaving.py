@@ -26,7 +26,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import host, kubernetes
 from elastic_ext.rendezvous.round_records import Drain
 from elastic_ext.workers.progress import Progress
-from tests.interrupted import told_at_line
+from tests.interrupted import signal_at_line
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Job, descendants, run
 from tests.rendezvous.test_etcd_jobs import store
 from tests.until import LIMIT_S
@@ -147,7 +147,7 @@ def test_slurms_notice_is_no_bug(tmp_path):
 
 
 @pytest.mark.full
-def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path):
+def test_a_worker_ended_by_slurms_notice_is_fine(tmp_path):
     """A program that is not Python runs without what would ignore it."""
     (tmp_path / "noticed.sh").write_text("kill -USR1 $$")
     done = run([*AGENT, "--nproc-per-node=1", "--no-python", "sh", "noticed.sh"], tmp_path, SLURM_JOB_ID="7")
@@ -160,7 +160,7 @@ def test_a_worker_that_slurms_notice_ends_is_no_bug_either(tmp_path):
     [(signal.SIGTERM, signal.SIGTERM), (signal.SIGTERM, signal.SIGINT), (None, signal.SIGINT)],
     ids=["told-again", "interrupted", "interrupted-at-once"],
 )
-def test_only_the_user_ends_the_wait_for_a_save(tmp_path, first, last):
+def test_only_the_user_ends_waiting_for_a_save(tmp_path, first, last):
     """SIGTERM comes twice from Slurm and from timeout(1), and says nothing new. SIGINT is a user who does not want to wait."""
     variables = {**PATIENT, "STOP": str(tmp_path / "stop"), "SAVE_WHEN": str(tmp_path / "go")}
     with Job([*AGENT, "--nproc-per-node=2", JOB, tmp_path], tmp_path, **variables) as job:
@@ -178,7 +178,7 @@ def test_only_the_user_ends_the_wait_for_a_save(tmp_path, first, last):
     assert len(list(tmp_path.glob("saved.*"))) == (2 if last == signal.SIGTERM else 0)
 
 
-def test_a_signal_at_any_line_of_a_request_leaves_what_can_be_closed():
+def test_an_interrupted_request_can_be_closed():
     """The user's SIGINT comes between any two lines from the request to the thread that acknowledges it."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     workers = SimpleNamespace(ranks={0: 0})
@@ -188,7 +188,7 @@ def test_a_signal_at_any_line_of_a_request_leaves_what_can_be_closed():
     def interrupted(line: int) -> bool:
         job = SimpleNamespace(part=SimpleNamespace(save_wanted=1))
         on_demand = leaving.SavesOnDemand(job, progress, 1, ("localhost", store.port))
-        with suppress(KeyboardInterrupt), told_at_line(line, files, signal.SIGINT) as told:
+        with suppress(KeyboardInterrupt), signal_at_line(line, files, signal.SIGINT) as told:
             on_demand.update(workers)
         on_demand.workers_ended(workers)
         on_demand.workers_ended(workers)  # as a round that is closed again
@@ -205,7 +205,7 @@ def test_a_signal_at_any_line_of_a_request_leaves_what_can_be_closed():
     assert lines > 10
 
 
-def test_told_again_after_its_time_an_agent_ends_at_once():
+def test_asked_again_after_its_time_an_agent_ends():
     before, leave_by = signal.getsignal(signal.SIGUSR1), None
     try:
         with torch_private.taken_for_sigterm([signal.SIGUSR1]):
@@ -232,7 +232,7 @@ POD = '{"metadata": {"deletionTimestamp": "2026-11-21T00:00:00Z", "deletionGrace
     ],
     ids=["late", "pod"],
 )
-def test_a_node_does_not_wait_for_a_save_that_is_late(tmp_path, options, said):
+def test_a_node_does_not_wait_for_late_saves(tmp_path, options, said):
     (tmp_path / "pod.json").write_text(POD)
     variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
     variables["SAVE_WHEN"] = str(tmp_path / "never")
@@ -245,7 +245,7 @@ def test_a_node_does_not_wait_for_a_save_that_is_late(tmp_path, options, said):
 
 
 @pytest.mark.full
-def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
+def test_a_possibly_hung_job_saves_if_it_continues(tmp_path):
     command = [*AGENT, "--nproc-per-node=2", "--rdzv-conf=hang_timeout=60", JOB, tmp_path, "stall"]
     variables = {
         "STOP": str(tmp_path / "stop"),
@@ -267,7 +267,7 @@ def test_a_job_that_may_hang_saves_if_it_goes_on(tmp_path):
 
 @pytest.mark.seam
 @pytest.mark.full("embedded")
-def test_one_node_is_told_to_leave_and_all_nodes_save(tmp_path, store):
+def test_one_node_is_to_leave_and_all_save(tmp_path, store):
     """Four ranks on two nodes: one boundary for all. The node leaves, the other goes on alone."""
     with ExitStack() as stack:
         where = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=1:2", "--rdzv-conf=last_call=60"]
@@ -325,7 +325,7 @@ class Node:
         self._watch.workers_ended(cast("Any", None))
 
 
-def test_saves_that_come_faster_than_their_copies_do_not_move_the_goal(monkeypatch):
+def test_saves_faster_than_copies_do_not_move_goals(monkeypatch):
     node = Node(monkeypatch)
     assert not node.check(1, 10)
     node.copied(10)
@@ -337,7 +337,7 @@ def test_saves_that_come_faster_than_their_copies_do_not_move_the_goal(monkeypat
     node.close()
 
 
-def test_a_script_that_tells_of_no_save_leaves_with_the_next_copy(monkeypatch):
+def test_a_script_without_saves_leaves_with_next_copy(monkeypatch):
     node = Node(monkeypatch)
     assert not node.check(0, None)
     node.copied(10)
@@ -362,7 +362,7 @@ class Files:
         (self.folder / f".{name}").rename(self.folder / name)
 
 
-def test_a_checkpoint_that_lay_there_is_not_new_when_a_later_one_is_deleted(tmp_path):
+def test_an_old_checkpoint_is_not_new_after_deletions(tmp_path):
     files = Files(tmp_path)
     files.write("model_20.pt")
     files.write("model_30.pt")
@@ -388,7 +388,7 @@ def test_a_checkpoint_is_new_whatever_its_step(tmp_path, before, later):
     assert is_new(first, files.look(), None)
 
 
-def test_a_checkpoint_that_is_complete_only_now_is_new(tmp_path):
+def test_a_checkpoint_completed_only_now_is_new(tmp_path):
     files = Files(tmp_path)
     files.write("model_20.pt")
     (tmp_path / "model_30.pt").write_bytes(b"PK\x03\x04 half")

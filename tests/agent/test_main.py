@@ -88,7 +88,7 @@ def test_options_that_cannot_be(argv):
 
 
 @pytest.mark.seam
-def test_wrong_usage_is_one_line_and_78_and_nothing_is_started(tmp_path):
+def test_wrong_usage_is_one_line_and_starts_nothing(tmp_path):
     (tmp_path / "ok.py").write_text("print('started')")
     job = run([*AGENT, "--nproc-per-node=0", "ok.py"], tmp_path)
     assert job.returncode == 78, job.all
@@ -99,7 +99,7 @@ def test_wrong_usage_is_one_line_and_78_and_nothing_is_started(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_job_a_failure_and_the_text_of_torch_without_the_launchers_frames(tmp_path):
+def test_torchs_text_of_a_failure_without_launcher_frames(tmp_path):
     job = run([*AGENT, "--standalone", "--nproc-per-node=2", GLOO, "key:0"], tmp_path, forks=False)
     assert job.returncode == 65
     assert "supervises this run: ext_c10d" in job.err

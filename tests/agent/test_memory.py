@@ -50,7 +50,7 @@ def test_the_room_and_its_limit(tmp_path, run_dir):
     assert MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), str(tmp_path)).open(1) is None, "not in memory"
 
 
-def test_a_part_that_goes_while_the_copies_are_measured_costs_no_copies(tmp_path, run_dir):
+def test_a_part_lost_during_measuring_costs_no_copies(tmp_path, run_dir):
     """Parts of another node arrive at any moment, and replace older ones."""
     folder = Path(run_dir, "memory", directory_name(8, 1))
     folder.mkdir(parents=True)
@@ -89,7 +89,7 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
             point.workers_ended(SimpleNamespace(read_progress=lambda: workers))
 
 
-def test_the_variables_for_workers_suit_warm_standbys_and_an_agent_within_a_worker(tmp_path):
+def test_worker_variables_suit_standbys_and_nested_agents(tmp_path):
     names = {value for name, value in vars(contracts).items() if name.isupper()}
     assert names <= PER_WORKER
     of_worker = MemoryRoom("/dev/shm/x/memory", 100, None, "rack", 4e6).variables(2)
@@ -117,7 +117,7 @@ def planted(folder: Path) -> Path:
     return part
 
 
-def test_the_copies_of_a_dead_agent_go_with_the_next_agent(tmp_path, shared_memory):
+def test_a_dead_agents_copies_go_with_the_next(tmp_path, shared_memory):
     """The whole directory, whose lock nobody holds any more; not those of agents that live."""
     dead, *alive = (shared_memory / f"elastic_ext_{name}" for name in ("dead", "one", "other"))
     planted(dead)
@@ -132,7 +132,7 @@ def test_the_copies_of_a_dead_agent_go_with_the_next_agent(tmp_path, shared_memo
     assert not dead.exists()
 
 
-def test_what_others_plant_neither_holds_up_an_agent_nor_leads_it_elsewhere(shared_memory, tmp_path):
+def test_planted_files_neither_delay_nor_redirect_an_agent(shared_memory, tmp_path):
     (shared_memory / "elastic_ext_file").touch()
     (shared_memory / "elastic_ext_pipe").mkdir()
     os.mkfifo(shared_memory / "elastic_ext_pipe" / "memory.lock")
@@ -146,14 +146,14 @@ def test_what_others_plant_neither_holds_up_an_agent_nor_leads_it_elsewhere(shar
     assert len(list(shared_memory.iterdir())) == 4
 
 
-def test_what_another_user_has_is_left_even_by_root(shared_memory, monkeypatch):
+def test_even_root_leaves_what_another_user_has(shared_memory, monkeypatch):
     part = planted(shared_memory / "elastic_ext_other")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     remove_orphans()
     assert part.exists()
 
 
-def test_an_agent_that_ends_well_is_not_taken_for_a_killed_one(tmp_path, shared_memory, caplog):
+def test_an_agent_that_ends_well_counts_not_killed(tmp_path, shared_memory, caplog):
     """Its directory is still there for a moment."""
     folder = shared_memory / "elastic_ext_ending"
     folder.mkdir()
@@ -176,7 +176,7 @@ def test_an_agent_that_ends_well_is_not_taken_for_a_killed_one(tmp_path, shared_
         (told(diagnosis.UNKNOWN, back=0), True, False, None),
     ],
 )
-def test_what_is_blamed_is_refused_wherever_its_parts_are(tmp_path, run_dir, verdict, in_memory, refused, quarantined):
+def test_what_is_blamed_is_refused_everywhere(tmp_path, run_dir, verdict, in_memory, refused, quarantined):
     settings = Settings(checkpoint_dir=str(tmp_path))
     save_own(tmp_path, 3)
     save_own(tmp_path, 5)
@@ -216,7 +216,7 @@ def test_since_replicas_were_equal_nothing_may_be_used(tmp_path, run_dir, node, 
     assert own_files.quarantined_names(open_storage(str(tmp_path))) == quarantined
 
 
-def test_since_replicas_were_equal_nothing_may_be_used_that_only_one_node_has(tmp_path):
+def test_what_one_node_has_is_unusable_once_equal(tmp_path):
     """In its `local_dir`: the node that marks what all share knows nothing of it, and what is marked is not marked again."""
     remote, newest = tmp_path / "remote", directory_name(6, 1)
     remote.mkdir()

@@ -133,7 +133,7 @@ def check_agrees(seconds: dict[str, float], trace: Trace) -> None:
 
 
 @pytest.mark.seam
-def test_every_second_of_a_job_that_crashes_and_resumes(tmp_path):
+def test_every_second_of_a_job_that_resumes(tmp_path):
     conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'checkpoints'},metrics_file={tmp_path / 'last'}"
     scrapes: list[Scrape] = []
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=1", conf, SCRIPT, tmp_path, "crash"]
@@ -175,7 +175,7 @@ def test_every_second_of_a_job_that_crashes_and_resumes(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["ext_c10d", "ext_etcd"])
-def test_a_job_that_is_started_again_knows_what_it_lost(tmp_path, backend, server: EtcdServer):
+def test_a_job_started_again_knows_what_it_lost(tmp_path, backend, server: EtcdServer):
     """Preempted at step 9; the next agent of the same run id repeats 5 to 8, and adds up from the first agent on."""
     where = f"--rdzv-endpoint={server.endpoint if backend == 'ext_etcd' else 'localhost:0'}"
     torchrun = [*TORCHRUN, f"--rdzv-backend={backend}", where, "--rdzv-id=job", "--nnodes=1", "--nproc-per-node=2"]
@@ -266,7 +266,7 @@ def test_sharing_starts_with_the_first_round(mine, job):
     assert job.calls == 1
 
 
-def test_what_the_job_has_spent_does_not_go_back(mine, job):
+def test_what_the_job_spent_never_decreases(mine, job):
     """On etcd an agent reads the sum that rank 0 made last, which may lack what this agent has given since."""
     mine._ledger = TimeLedger(time.monotonic() - 10)  # sums that differ by less than their rounding are the same
     mine.share_with(lambda spent: (job.share(spent), Shared(Spent(), 2))[1])
@@ -282,7 +282,7 @@ def test_what_the_job_has_spent_does_not_go_back(mine, job):
     assert mine.job().spent.by_state["productive"] == 100.0
 
 
-def test_what_could_not_be_shared_is_logged_once_and_shared_later(mine, job, caplog):
+def test_unshared_values_are_logged_once_and_shared_later(mine, job, caplog):
     caplog.set_level(logging.INFO)
     job.fails = Unavailable("etcd does not answer")
     mine.round_begins(None, 0, 1)
@@ -295,7 +295,7 @@ def test_what_could_not_be_shared_is_logged_once_and_shared_later(mine, job, cap
     assert 0 < before_s <= job.spent.total_s <= mine.look().spent.total_s
 
 
-def test_an_error_that_nobody_expects_ends_the_sharing_and_not_the_job(mine, job, caplog):
+def test_an_unexpected_error_ends_only_the_sharing(mine, job, caplog):
     job.fails = ZeroDivisionError("a bug")
     assert ends(lambda: mine.round_begins(None, 0, 1))
     mine._thread.join(LIMIT_S)
@@ -313,7 +313,7 @@ def interrupt(limit_s: float) -> None:
 
 
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_an_agent_that_is_told_to_leave_does_not_wait_for_etcd(mine, job, interrupted, monkeypatch):
+def test_an_agent_asked_to_leave_skips_etcd(mine, job, interrupted, monkeypatch):
     """The others wait for it. interrupted: another signal comes meanwhile."""
     job.open.clear()
     monkeypatch.setattr(Goodput.close, "__defaults__", (LONG_S,))  # of an end that nobody waits for
@@ -338,5 +338,5 @@ def test_an_agent_that_is_told_to_leave_does_not_wait_for_etcd(mine, job, interr
 
 
 @pytest.mark.parametrize(("nodes", "seconds"), [(1, 10), (100, 10), (512, 51.2)])
-def test_a_job_writes_about_ten_times_a_second_at_most(nodes, seconds):
+def test_a_job_writes_ten_times_a_second(nodes, seconds):
     assert share_every_s(nodes) == seconds

@@ -48,7 +48,7 @@ def test_the_slowest_worker_counts_and_the_newest_checkpoint():
     assert job_status.decode_report(job_status.encode_report(report), "it") == report
 
 
-def test_what_a_script_reports_comes_before_what_it_was_given():
+def test_what_a_script_reports_comes_before_its_input():
     """It has loaded something else, or nothing was given to it."""
     assert told([WorkerProgress(0, 4, Progress(7, 50, 0, 0, True, steps_before=900))]).step == 950
 
@@ -60,7 +60,7 @@ def test_without_workers_nothing_is_made_up():
     assert (first.step, first.steps_per_s, first.last_step_s) == (100, None, None)
 
 
-def test_between_two_rounds_the_last_step_and_checkpoint_stay_and_age():
+def test_between_rounds_last_step_and_checkpoint_age():
     before = NodeReport("n1", "running", step=70, last_step_s=1.0, saved_step=60, saved_s=4.0)
     later = after(before, NodeReport("n1", "rendezvous"), 10.0)
     assert (later.step, later.last_step_s, later.saved_step, later.saved_s) == (70, 11.0, 60, 14.0)
@@ -79,7 +79,7 @@ def test_points_stay_few_and_cover_the_whole_job():
     assert max(gaps) <= 2 * min(gaps)
 
 
-def test_rounds_end_when_the_workers_stop_and_say_why():
+def test_rounds_end_as_workers_stop_with_a_reason():
     history = RoundHistory()
     for state, round_, now in (("rendezvous", 1, 0.0), ("running", 1, 2.0), ("stop", 1, 5.0), ("running", 2, 8.0)):
         history.entered(state, round_, now)
@@ -110,7 +110,7 @@ class Broken:
         raise ValueError("a bug")
 
 
-def test_a_thread_that_has_failed_is_said_on_the_page():
+def test_the_page_shows_a_thread_that_failed():
     metrics = AgentMetrics(version="1", torch="2", run_id="job", progress=list)
     view = JobView(Broken(), OwnNode(Broken(), metrics))
     try:
@@ -122,7 +122,7 @@ def test_a_thread_that_has_failed_is_said_on_the_page():
         view.close(0.0)
 
 
-def test_nodes_whose_state_changes_at_once_tell_of_it_one_after_the_other():
+def test_nodes_changing_state_at_once_report_in_turn():
     ids = [f"node{number}-77-ab" for number in range(512)]
     spread = [settle_s(id_, 512) for id_ in ids]
     assert spread == [settle_s(id_, 512) for id_ in ids]

@@ -55,7 +55,7 @@ def test_no_planted_link_is_followed(shared: Path, tmp_path: Path, writer: str) 
     assert [entry.name for entry in shared.iterdir() if not entry.is_symlink()] == ["told"]
 
 
-def test_the_mode_of_a_file_is_by_the_umask(shared: Path) -> None:
+def test_a_files_mode_follows_the_umask(shared: Path) -> None:
     before = os.umask(0o077)
     try:
         WRITERS["exits"](str(shared / "told"))
@@ -64,7 +64,7 @@ def test_the_mode_of_a_file_is_by_the_umask(shared: Path) -> None:
     assert (shared / "told").stat().st_mode & 0o777 == 0o600
 
 
-def test_who_may_not_replace_a_planted_link_writes_nowhere(shared: Path, tmp_path: Path, caplog) -> None:
+def test_a_planted_link_that_stays_is_never_written(shared: Path, tmp_path: Path, caplog) -> None:
     """In a sticky directory only its owner may; the agent is nobody's here, the link root's."""
     victim = tmp_path / "victim"
     victim.write_text(TEXT)
@@ -80,7 +80,7 @@ def test_who_may_not_replace_a_planted_link_writes_nowhere(shared: Path, tmp_pat
     assert os.listdir(shared) == ["told"]
 
 
-def test_the_dumps_of_the_flight_recorder_lie_where_nobody_else_can_plant_anything(tmp_path: Path) -> None:
+def test_flight_recorder_dumps_lie_where_others_cannot_plant(tmp_path: Path) -> None:
     recorder = FlightRecorder(str(tmp_path), {})
     (dumps,) = {recorder.variables[name] for name in DUMP_FILES}
     folder = Path(dumps).parent

@@ -31,7 +31,7 @@ def spy(self, *args, **kwargs):
 """
 
 
-def test_an_ext_job_then_a_stock_job_in_one_process(tmp_path):
+def test_an_ext_job_then_stock_in_one_process(tmp_path):
     """nproc 0 fails after the rendezvous was made and before the agent is: the next, stock, job must get the stock agent."""
     done = python(
         LAUNCH + "LocalElasticAgent.run = spy\n"
@@ -48,7 +48,7 @@ def test_an_ext_job_then_a_stock_job_in_one_process(tmp_path):
 
 
 @pytest.mark.full
-def test_two_jobs_started_by_two_threads_both_get_the_agent(tmp_path):
+def test_two_jobs_of_two_threads_get_the_agent(tmp_path):
     """Both rendezvous are made before the first agent is: the swap must last until the second one has its agent, too."""
     done = python(
         LAUNCH + "import threading\n"
@@ -83,7 +83,7 @@ def test_patches_of_the_agent_stay_alive(tmp_path):
 
 
 @pytest.mark.full
-def test_a_torch_without_the_seam_fails_with_one_sentence(tmp_path):
+def test_a_torch_without_the_seam_fails_clearly(tmp_path):
     done = python(LAUNCH + "del api.LocalElasticAgent\nlaunch('ext_c10d')", tmp_path)
     assert done.returncode == 78
     (line,) = [line for line in done.err.splitlines() if "elastic_ext" in line]

@@ -64,7 +64,7 @@ def make(tmp_path, children):
 
 
 @pytest.mark.seam
-def test_a_worker_that_dies_is_a_failure_and_its_evidence_stays_until_the_end(make, children):
+def test_a_dead_workers_evidence_stays_until_the_end(make, children):
     running = make([])
     children[0].send_signal(signal.SIGKILL)
     running.workers.processes.wait(LIMIT_S)
@@ -79,7 +79,7 @@ def test_a_worker_that_dies_is_a_failure_and_its_evidence_stays_until_the_end(ma
 
 
 @pytest.mark.seam
-def test_workers_stopped_for_a_sleep_in_the_kernel_count_as_failed(make):
+def test_workers_stopped_while_asleep_count_as_failed(make):
     running = make([])
     running.stop(5.0)
     host = HostEvidence(None, (), Platform())
@@ -94,7 +94,7 @@ def test_workers_stopped_for_a_sleep_in_the_kernel_count_as_failed(make):
 
 
 @pytest.mark.seam
-def test_the_checkpoint_is_pinned_until_the_workers_have_made_a_step_or_the_round_ends(make):
+def test_a_checkpoint_is_pinned_until_step_or_end(make):
     pin = FakePin()
     point = resume_point(pin)
     idle, done = Progress(1, 0, 0, 0, False), Progress(1, 1, 5, 5, False)
@@ -111,7 +111,7 @@ def test_the_checkpoint_is_pinned_until_the_workers_have_made_a_step_or_the_roun
     assert pin.released == 1
 
 
-def test_a_release_of_the_pin_that_a_signal_interrupts_is_made_up_for():
+def test_an_interrupted_release_of_the_pin_is_repeated():
     calls = []
 
     def release():

@@ -20,7 +20,7 @@ FINISH, LEAVE, COPIES = (
 
 
 def agent(at: str, number: signal.Signals, *watched: str) -> list[str]:
-    return [sys.executable, str(SCRIPTS / "told_at.py"), at, number.name, ",".join(watched), "--", "--nproc-per-node=1"]
+    return [sys.executable, str(SCRIPTS / "signal_at.py"), at, number.name, ",".join(watched), "--", "--nproc-per-node=1"]
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_while_a_job_that_is_done_is_closed(tmp_path: Path, at: str, watched: st
     assert f"enters {watched}" in done.out
 
 
-def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path) -> None:
+def test_a_second_signal_while_the_agent_explains_itself(tmp_path: Path) -> None:
     """The others learn at once that this node is gone, and not only when its lease expires."""
     (tmp_path / "job.py").write_text("import signal; print('trains', flush=True); signal.pause()")
     command = [*agent("agent.verdicts:Verdicts.publish_leaving", signal.SIGQUIT, LEAVE, FINISH), "job.py"]
@@ -49,7 +49,7 @@ def test_the_user_again_while_the_agent_says_why_it_leaves(tmp_path: Path) -> No
     assert f"enters {LEAVE}\nenters {FINISH}\n" in done.out
 
 
-def test_a_second_notice_at_the_moment_of_the_first_costs_no_checkpoint(tmp_path: Path) -> None:
+def test_a_second_notice_at_once_costs_no_checkpoint(tmp_path: Path) -> None:
     """timeout(1) sends SIGTERM to its child and to its child's group."""
     command = [*agent("agent.leaving:take_as_one", signal.SIGTERM, LEAVE), str(SCRIPTS / "saving_job.py"), str(tmp_path)]
     with Job(command, tmp_path, STOP=str(tmp_path / "stop"), ELASTIC_EXT_PLATFORM_GRACE="600") as job:

@@ -66,7 +66,7 @@ if rank == 0:
 
 
 @pytest.mark.seam
-def test_a_build_is_not_locked_by_one_that_was_stopped(tmp_path):
+def test_a_stopped_build_leaves_no_lock(tmp_path):
     (tmp_path / "build").mkdir()
     (tmp_path / "build" / "build.ninja").touch()
     os.mkfifo(tmp_path / "began")
@@ -151,7 +151,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 @pytest.mark.full
 @pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 3000, reason="the hard limit of open files is below 3,000")
-def test_an_agent_with_two_thousand_open_files_ends_a_hang_and_its_workers_keep_the_users_limit(tmp_path):
+def test_two_thousand_open_files_and_the_users_limit(tmp_path):
     """The first workers start without standbys."""
     (tmp_path / "many.py").write_text(MANY)
     (tmp_path / "hangs.py").write_text(HANGS)
@@ -199,7 +199,7 @@ def limited(most: int, *arguments: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_with_few_descriptors_a_small_job_runs_without_the_extras(tmp_path):
+def test_few_descriptors_run_a_job_without_extras(tmp_path):
     job = run(limited(48, "--nproc-per-node=2", "--max-restarts=1", PLAIN, "kill:1"), tmp_path, ELASTIC_EXT_STANDBY="on")
     assert job.returncode == 0, job.all
     assert job.err.count("the limit on open files is low") == 1
@@ -231,7 +231,7 @@ def test_shared_memory_without_inodes(tmp_path):
     assert list(other.glob("elastic_ext_*")) == []
 
 
-def test_files_that_a_full_shared_memory_does_not_take_are_on_disk(tmp_path, caplog, monkeypatch):
+def test_files_beyond_shared_memory_are_on_disk(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "full").write_text("")
     logs = WorkerLogs(DefaultLogsSpecs())
@@ -258,7 +258,7 @@ def test_files_that_a_full_shared_memory_does_not_take_are_on_disk(tmp_path, cap
         (HostName("n1", (), True, ""), "", {}, "n1 resolves to no address, and no interface has the address 10.0.0.5"),
     ],
 )
-def test_gloo_is_told_the_interface_where_the_host_name_leads_to_the_loopback(monkeypatch, caplog, found, given, expected, said):
+def test_gloo_gets_an_interface_for_a_loopback_name(monkeypatch, caplog, found, given, expected, said):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if given:
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", given)
@@ -310,7 +310,7 @@ def test_which_address_of_ones_own_is_refused(monkeypatch, given, found, lo, sai
 
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["ext_c10d", "ext_etcd"])
-def test_a_local_address_of_another_host_is_said_at_once(tmp_path, server, backend):
+def test_a_local_address_of_another_host_is_reported(tmp_path, server, backend):
     where = server.endpoint if backend == "ext_etcd" else f"localhost:{free_port()}"
     command = [*AGENT, f"--rdzv-backend={backend}", "--nnodes=1:2", f"--rdzv-endpoint={where}", "--rdzv-id=x"]
     refused(
@@ -343,7 +343,7 @@ reaper.close(clean=True)
 
 
 @pytest.mark.seam
-def test_an_agent_runs_without_a_reaper_until_there_are_descriptors_for_one(tmp_path):
+def test_an_agent_runs_reaperless_until_it_has_descriptors(tmp_path):
     job = subprocess.run(
         [sys.executable, "-c", REAPER, os.urandom(16).hex(), str(tmp_path / "run")], capture_output=True, text=True, timeout=60
     )
@@ -353,7 +353,7 @@ def test_an_agent_runs_without_a_reaper_until_there_are_descriptors_for_one(tmp_
 
 
 @pytest.mark.seam
-def test_a_node_that_lacks_descriptors_for_the_next_round_leaves_it_to_the_others(tmp_path, server):
+def test_a_node_without_descriptors_leaves_rounds_to_others(tmp_path, server):
     gate = Gate(tmp_path / "gate")
     where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
     command = [*AGENT, *where, "--rdzv-conf=last_call=60", "--max-restarts=3", ELASTIC]
@@ -378,7 +378,7 @@ def test_a_node_that_lacks_descriptors_for_the_next_round_leaves_it_to_the_other
 
 
 @pytest.mark.full
-def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
+def test_a_passing_lack_of_descriptors_costs_standbys(tmp_path):
     (tmp_path / "waits.py").write_text(
         "import fcntl, os, sys\n"
         "print('up', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
@@ -410,7 +410,7 @@ def test_a_passing_lack_of_descriptors_costs_the_standbys_for_a_while(tmp_path):
 
 
 @pytest.mark.full
-def test_helpers_that_somebody_has_stopped_do_not_delay_the_end(tmp_path):
+def test_helpers_that_are_stopped_do_not_delay_ends(tmp_path):
     (tmp_path / "waits.py").write_text(
         "import fcntl, sys; print('up', flush=True); fcntl.flock(open(sys.argv[1]), fcntl.LOCK_SH); sys.exit(3)"
     )

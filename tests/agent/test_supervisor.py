@@ -25,7 +25,7 @@ def reports(out: str) -> list[dict]:
 
 
 @pytest.mark.seam
-def test_a_failure_is_named_and_the_job_comes_back(tmp_path):
+def test_a_failure_is_named_and_the_job_returns(tmp_path):
     job = run([*EXT, "--nproc-per-node=2", "--max-restarts=1", GLOO, "kill:1"], tmp_path, forks=False)
     assert job.returncode == 0, job.all
     assert "restart: rank 1 was killed by SIGKILL" in job.err
@@ -34,7 +34,7 @@ def test_a_failure_is_named_and_the_job_comes_back(tmp_path):
 
 
 @pytest.mark.full
-def test_what_our_threads_log_of_lost_peers_does_not_hide_how_the_script_ended(tmp_path):
+def test_our_threads_logs_do_not_hide_script_ends(tmp_path):
     """As the saver of copies in memory does, when another rank's end cuts it off."""
     (tmp_path / "bug.py").write_text(
         "import logging, sys, elastic_ext\nelastic_ext.report_progress()\n"
@@ -69,7 +69,7 @@ def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
+def test_a_bug_after_the_first_step_restarts_once(tmp_path):
     (tmp_path / "late.py").write_text(
         "import os, torch\n"
         "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
@@ -83,7 +83,7 @@ def test_a_bug_after_the_first_step_gets_one_restart(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
+def test_a_ledger_file_outlives_a_killed_agent(tmp_path):
     (tmp_path / "spends.py").write_text(
         "import os, pathlib\n"
         "tries = pathlib.Path('tries')\n"
@@ -108,7 +108,7 @@ def test_a_ledger_file_keeps_the_budget_when_the_agent_is_killed(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_bug_before_the_first_step_stops_the_job_and_its_traceback_is_shown_once_and_last(tmp_path):
+def test_an_early_bug_stops_the_job_traceback_last(tmp_path):
     job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", GLOO, "key:1"], tmp_path, forks=False)
     assert job.returncode == 65
     assert {line["attempt"] for line in reports(job.out)} == {0}
@@ -160,7 +160,7 @@ def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a full tmpfs in a mount namespace of its own, which only root may")
-def test_a_full_shared_memory_costs_the_step_counts_and_not_the_job(tmp_path):
+def test_a_full_shared_memory_costs_only_step_counts(tmp_path):
     (tmp_path / "ok.py").write_text("print('ran')")
     shell = "mount -t tmpfs -o size=64k none /dev/shm && head -c 1000000 /dev/zero > /dev/shm/fill; exec " + " ".join(
         [*AGENT, "--nproc-per-node=2", "ok.py"]
@@ -191,7 +191,7 @@ def test_log_directories_are_kept_and_hold_the_traceback(tmp_path):
 @pytest.mark.seam
 @pytest.mark.full("SIGINT")
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-def test_a_signal_is_forwarded_and_the_workers_get_the_whole_shutdown_timeout(tmp_path, sig):
+def test_a_forwarded_signal_leaves_workers_the_whole_timeout(tmp_path, sig):
     (tmp_path / "slow.py").write_text(
         "import signal, sys, threading\n"
         "got = threading.Event()\n"
@@ -228,7 +228,7 @@ def test_a_broken_error_file_never_hurts_the_agent(tmp_path):
 
 
 @pytest.mark.full
-def test_a_worker_stuck_in_the_kernel_is_failure_and_not_success(tmp_path):
+def test_a_worker_stuck_in_the_kernel_has_failed(tmp_path):
     """Torch's own agent ends such a job with exit code 0 (its result is UNHEALTHY, which is_failed() does not count)."""
     torch_agent = pytest.importorskip("torch.distributed.elastic.agent.server.local_elastic_agent")
     if not hasattr(torch_agent, "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT"):
@@ -275,7 +275,7 @@ sys.stderr.write("to err\\n")
 
 
 @pytest.mark.seam
-def test_variables_prefixes_tee_and_redirects_are_those_of_torchrun(tmp_path):
+def test_variables_prefixes_tee_and_redirects_match_torchrun(tmp_path):
     (tmp_path / "env.py").write_text(ENV_SCRIPT)
     options = ["--nproc-per-node=2", "--role=trainer", "--max-restarts=4", "--rdzv-id=job7"]
     options += ["--log-dir=logs", "--redirects=1:3", "--tee=0:1", "env.py"]
@@ -344,7 +344,7 @@ def test_modules_commands_and_the_switch(tmp_path):
 
 
 @pytest.mark.full
-def test_news_between_the_look_and_the_wait_are_not_lost(tmp_path):
+def test_news_between_look_and_wait_is_kept(tmp_path):
     script = tmp_path / "worker.py"
     script.write_text("import os, signal; os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' or signal.pause()")
     launcher = tmp_path / "api.py"
@@ -451,7 +451,7 @@ def group():
 
 
 @pytest.mark.seam
-def test_a_kill_for_memory_is_told_from_any_other(tmp_path, group):
+def test_a_kill_for_memory_differs_from_any_other(tmp_path, group):
     """Agent and workers are in one control group, as in a container."""
     (tmp_path / "eats.py").write_text(
         "import os\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
@@ -483,7 +483,7 @@ logging.getLogger("elastic_ext.agent.supervisor").addHandler(Deaf())
 
 @pytest.mark.full
 @pytest.mark.parametrize("backoff_s", [1000, 0])
-def test_a_signal_that_logging_swallows_still_ends_the_agent(tmp_path, backoff_s):
+def test_a_signal_swallowed_by_logging_ends_the_agent(tmp_path, backoff_s):
     """It comes while the agent logs its decision, and is seen while the agent waits: for the restart, or for the workers."""
     (tmp_path / "sitecustomize.py").write_text(DEAF.format(told="; in " if backoff_s else "elastic_ext: restart"))
     (tmp_path / "again.py").write_text(

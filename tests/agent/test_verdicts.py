@@ -26,7 +26,7 @@ def text_on(node: str, decision: Decision, **evidence) -> str:
     return verdicts.failure_text(failed(**evidence), [failed(hang=True, hang_reason="it waits")], verdict, decision, node)
 
 
-def test_one_node_logs_a_failure_in_full_and_each_other_one_a_line():
+def test_one_node_logs_all_others_one_line():
     decision = replace(SPENT, action=Action.RESTART, exit_code=None, rule="killed", delay_s=2.0)
     line, *more = text_on("n2-17-a3b2c1", decision).splitlines()
     assert line == f"elastic_ext: restart: {decision.reason} (kind unknown, rule killed); in 2.0 s"
@@ -39,13 +39,13 @@ def test_one_node_logs_a_failure_in_full_and_each_other_one_a_line():
     assert own == f"{line}; here: rank 1 made no progress; more in the log of n2"
 
 
-def test_where_the_cause_was_comes_before_what_is_decided():
+def test_the_causes_place_comes_before_the_decision():
     verdict = JobVerdict(SPENT, 4, "n2-17-a3b2c1", "n2", 3, shown_by="n2-17-a3b2c1")
     text = verdicts.line_elsewhere(verdict, SPENT, "n3-18-d4e5f6")
     assert text == f"elastic_ext: stop: on n2: {SPENT.reason} (kind unknown, rule budget); exit code 1; more in the log of n2"
 
 
-def test_what_no_worker_has_caused_is_a_line_on_each_node():
+def test_without_a_culprit_each_node_logs_one_line():
     """As of a node that cannot go on itself: the reason says where, and no log has more."""
     text = verdicts.line_elsewhere(JobVerdict(SPENT, 4, "n3-18-d4e5f6", "n3"), SPENT, "n3-18-d4e5f6")
     assert text == f"elastic_ext: stop: {SPENT.reason} (kind unknown, rule budget); exit code 1"

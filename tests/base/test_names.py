@@ -77,7 +77,7 @@ def in_namespace(answers: bool, folder: Path) -> tuple[int, dict[str, str], dict
 
 
 @pytest.mark.full
-def test_no_connection_waits_for_a_name_server_that_does_not_answer(tmp_path: Path) -> None:
+def test_no_connection_waits_for_a_silent_name_server(tmp_path: Path) -> None:
     questions, worker, of_user, log = in_namespace(False, tmp_path)
     assert questions == 1  # that of `ask`, beside the connections
     assert worker == {"RES_OPTIONS": "timeout:1 attempts:2"}

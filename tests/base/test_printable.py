@@ -111,7 +111,7 @@ def test_a_long_text_of_urls_takes_no_time():
     assert len(redacted("a://b:" * 100_000)) == 600_000
 
 
-def test_values_of_variables_that_are_named_like_a_secret():
+def test_values_of_variables_named_like_a_secret():
     environ = {"DB_PASSWORD": PLANTED, "HOME": "/root", "SHORT_KEY": "a"}
     assert masked(f"a {PLANTED} in /root", environ) == "a *** in /root"
 
@@ -131,7 +131,7 @@ def hostile_names(tmp_path):
 # Logs and errors.
 
 
-def test_a_block_cannot_hold_a_line_of_the_log():
+def test_a_block_cannot_hold_a_log_line():
     assert shown_block(f"first\n{FORGED}\n\n  kept\n\tx") == f"first\n  {FORGED}\n\n  kept\n        x"
     assert isinstance(shown_block("a\nb"), Block)
     assert "\n" not in shown("a\nb")
@@ -197,7 +197,7 @@ def test_each_line_has_time_and_node(capsys, monkeypatch):
 
 
 @pytest.mark.seam
-def test_each_line_of_ours_in_a_worker_is_marked(tmp_path, monkeypatch):
+def test_our_lines_in_a_worker_are_marked(tmp_path, monkeypatch):
     """Also one that imported this package before it knew which worker it is. The arguments stay what they were for handlers."""
     monkeypatch.setenv("ELASTIC_EXT_NODE_NAME", "n2")
     code = "import logging, os\nfrom elastic_ext import save_requested\nfrom elastic_ext.base.printable import Block\n"
@@ -237,7 +237,7 @@ def test_errors_are_one_line():
 
 @pytest.mark.full
 @pytest.mark.parametrize("command", [EXT, AGENT])
-def test_what_a_worker_raises_and_how_files_are_named_forges_no_line_of_the_agent(tmp_path, command, hostile_names):
+def test_errors_and_file_names_forge_no_agent_line(tmp_path, command, hostile_names):
     """What it raises once in the agent's own block, where it goes on, and once in torch's, at the end."""
     (tmp_path / "job.py").write_text(f"raise RuntimeError({HOSTILE!r})")
     done = run(
@@ -271,7 +271,7 @@ def test_names_of_files_cannot_steer_the_terminal(hostile_names, tmp_path, capsy
 
 
 @pytest.mark.parametrize("action", ["ls", "verify"])
-def test_json_is_escaped_by_itself_and_names_files_as_they_are(hostile_names, capsys, action):
+def test_json_is_escaped_and_names_files_as_is(hostile_names, capsys, action):
     main.main(["checkpoints", action, str(hostile_names), "--json"])
     lines = capsys.readouterr().out.splitlines()
     assert all(line.isprintable() for line in lines)
@@ -296,7 +296,7 @@ def commands_of(agent: int) -> str:
 
 
 @pytest.mark.full
-def test_credentials_of_checkpoint_dir_are_in_no_arguments_and_no_log(tmp_path):
+def test_checkpoint_dir_credentials_are_never_shown(tmp_path):
     (tmp_path / "job.py").write_text(WAITS)
     gate = Gate(tmp_path / "gate")
     variables = {

@@ -20,7 +20,7 @@ def test_defaults_need_nothing():
     assert settings.read({"timeout": 900}, {"PATH": "/bin"}) == settings.Settings()
 
 
-def test_rdzv_conf_wins_over_the_environment_and_that_over_the_file(tmp_path):
+def test_rdzv_conf_wins_then_environment_then_file(tmp_path):
     file = tmp_path / "conf.toml"
     file.write_text('metrics_port = 1\nstop_grace = 2.5\ncheckpoint_dir = "/ckpt"\n')
     environ = {"ELASTIC_EXT_CONFIG": str(file), "ELASTIC_EXT_METRICS_PORT": "2", "ELASTIC_EXT_STOP_GRACE": "3"}
@@ -50,7 +50,7 @@ def test_a_relative_directory_is_that_of_the_agent(tmp_path, monkeypatch, key, g
         assert getattr(read, key) == read_as.format(cwd=tmp_path, up=tmp_path.parent)
 
 
-def test_a_relative_directory_where_the_working_directory_is_gone(tmp_path, monkeypatch):
+def test_a_relative_directory_without_a_working_directory(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
@@ -123,7 +123,7 @@ def test_files_that_never_end_or_nest_without_end(tmp_path, monkeypatch):
             user_rules.load(str(file))
 
 
-def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path, monkeypatch):
+def test_a_pipe_with_a_writer_is_read_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "WAIT_S", LIMIT_S)
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
@@ -132,7 +132,7 @@ def test_a_pipe_with_a_writer_is_read_to_its_end(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("what", ["fifo", "folder"])
-def test_a_ledger_file_that_is_no_file_is_refused_before_a_file_takes_its_place(tmp_path, what):
+def test_a_ledger_that_is_no_file_is_refused(tmp_path, what):
     path = tmp_path / what
     os.mkfifo(path) if what == "fifo" else path.mkdir()
     with pytest.raises(UsageError, match="expected a regular file"):
@@ -145,7 +145,7 @@ def test_switches(text):
     assert settings.read({}, {"ELASTIC_EXT_BOOTSTRAP": "off"}).bootstrap is False
 
 
-def test_a_key_that_a_newer_torch_reads_is_left_to_it(monkeypatch):
+def test_a_key_of_a_newer_torch_passes_through(monkeypatch):
     """These stand for one: without TORCH_KEYS only torch's source names them."""
     monkeypatch.setattr(settings, "TORCH_KEYS", frozenset())
     assert settings.read({"is_host": "1", "heartbeat_timeout": "5"}, {}) == settings.read({}, {})
@@ -155,7 +155,7 @@ def test_a_key_that_a_newer_torch_reads_is_left_to_it(monkeypatch):
 
 
 @pytest.mark.seam
-def test_a_typo_is_found_without_an_import_of_torch():
+def test_a_typo_is_found_without_importing_torch():
     """Which may take a minute, when `doctor` has ten seconds for the settings."""
     read = (
         "import sys\nfrom elastic_ext.base import errors, settings\n"
@@ -201,7 +201,7 @@ def test_a_value_that_python_refuses_to_write(value, tmp_path):
         settings.read({}, {"ELASTIC_EXT_CONFIG": str(path)})
 
 
-def test_a_renamed_setting_keeps_its_old_name_for_a_release(tmp_path, monkeypatch, caplog):
+def test_a_renamed_setting_keeps_its_old_name(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(settings.RENAMED, "rack", "topology")
     file = tmp_path / "conf.toml"
     file.write_text('rack = "file"')
@@ -215,7 +215,7 @@ def test_a_renamed_setting_keeps_its_old_name_for_a_release(tmp_path, monkeypatc
         settings.read({"rack": "a", "topology": "b"}, {})
 
 
-def test_old_names_of_settings_are_no_settings_and_lead_to_one():
+def test_old_setting_names_lead_to_a_current_one():
     known = {field.name for field in dataclasses.fields(settings.Settings)}
     assert not known & settings.RENAMED.keys()
     assert set(settings.RENAMED.values()) <= known

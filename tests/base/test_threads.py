@@ -12,7 +12,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from elastic_ext.base import threads
 from elastic_ext.base.threads import SIGNALS, held, raise_again
 from elastic_ext.base.torch_private import received, taken_for_sigterm
-from tests.interrupted import told_at_line
+from tests.interrupted import signal_at_line
 
 
 def test_one_that_cannot_start_is_logged(caplog):
@@ -25,7 +25,7 @@ def test_one_that_cannot_start_is_logged(caplog):
     assert caplog.messages == ["it is not done: can't start new thread"]
 
 
-def test_one_that_starts_is_a_daemon_of_its_kind(caplog):
+def test_a_thread_is_a_daemon_of_its_kind(caplog):
     done = threading.Event()
     thread = threads.started(done.wait, "one", logging.warning, "%s", kind=threads.StoreCall)
     assert isinstance(thread, threads.StoreCall)
@@ -51,7 +51,7 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_held_back_they_do_nothing_until_they_are_raised_again(handlers):
+def test_held_back_signals_wait_until_raised_again(handlers):
     with held() as told:
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
@@ -60,7 +60,7 @@ def test_held_back_they_do_nothing_until_they_are_raised_again(handlers):
         raise_again(told)
 
 
-def test_so_is_what_slurm_sends_before_a_time_limit(handlers):
+def test_slurms_notice_before_a_limit_counts_too(handlers):
     with taken_for_sigterm([signal.SIGUSR1]):
         with held() as told:
             signal.raise_signal(signal.SIGUSR1)
@@ -77,12 +77,12 @@ def test_what_is_ignored_stays_so(handlers):
     assert told == []
 
 
-def test_one_that_comes_while_they_are_put_back_takes_no_other_with_it(handlers):
+def test_a_signal_while_they_return_takes_no_other(handlers):
     """At any line of the context's own code, a signal is held or does what it did before, and so does each one after it."""
 
     def interrupted(line: int) -> bool:
         told, raised = [], []
-        with told_at_line(line, {threads.__file__}, signal.SIGTERM) as came:
+        with signal_at_line(line, {threads.__file__}, signal.SIGTERM) as came:
             try:
                 with held() as told:
                     pass

@@ -77,7 +77,7 @@ with Wakeup() as wakeup:
 
 @pytest.mark.seam
 @pytest.mark.parametrize(("handles", "code"), [("os._exit(3)", 3), ("raise SystemExit(3)", 1)])
-def test_a_signal_to_a_worker_that_was_just_forked_is_not_its_agents(handles, code):
+def test_a_signal_to_a_just_forked_worker_stays(handles, code):
     """The worker ends, also by a handler of the agent that raises."""
     script = _AT_ONCE.replace("HANDLES", handles)
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
@@ -85,12 +85,12 @@ def test_a_signal_to_a_worker_that_was_just_forked_is_not_its_agents(handles, co
 
 
 @pytest.mark.seam
-def test_an_agent_that_gets_a_signal_as_it_forks_blocks_none_afterwards():
+def test_a_signal_during_a_fork_is_not_blocked():
     ran = subprocess.run([sys.executable, "-c", _OWN], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "the child blocks 0 [15]\nthe same mask: True\n", ran.stdout + ran.stderr
 
 
 @pytest.mark.seam
-def test_a_signal_to_a_forked_worker_is_not_its_agents():
+def test_a_signal_to_forked_workers_spares_the_agent():
     ran = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=60)
     assert ran.stdout == "after the child's: [] []\nafter its own: True False\n", ran.stdout + ran.stderr

@@ -28,7 +28,7 @@ def test_the_page_of_results_is_up_to_date():
 
 
 @pytest.mark.seam
-def test_a_result_is_old_once_its_code_has_changed(tmp_path, monkeypatch):
+def test_a_result_is_old_once_code_changed(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(report, "REPOSITORY", tmp_path)
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e"]
@@ -115,7 +115,7 @@ def test_restart(tmp_path):
     assert row["ratio"] == pytest.approx(row["stock"]["median_s"] / row["ours"]["median_s"], rel=0.01)
 
 
-def test_no_label_of_the_plot_of_restarts_covers_another():
+def test_no_label_in_the_restart_plot_covers_another():
     """Drawn from the stored figures, as `--draw` does."""
     figure = pytest.importorskip("matplotlib.figure").Figure(layout="constrained")
     restart.draw(figure, json.loads((BENCHMARKS / "results" / "restart.json").read_text())["rows"])
@@ -126,7 +126,7 @@ def test_no_label_of_the_plot_of_restarts_covers_another():
     assert not [(a, b) for at, a in enumerate(boxes) for b in boxes[at + 1 :] if a.overlaps(b)]
 
 
-def test_a_recovery_ends_with_the_last_rank_of_the_first_attempt_that_came_up():
+def test_a_recovery_ends_with_the_last_rank_up():
     def stamps(attempt, rank, *ns):
         return [jobs.Stamp(attempt, rank, event, at) for event, at in zip(restart.EVENTS, ns, strict=False)]
 
@@ -254,7 +254,7 @@ def test_overhead(tmp_path):
     assert used["stock"].standby_mb is None
 
 
-def test_a_slower_time_of_the_machine_is_that_of_all_jobs():
+def test_a_slower_machine_time_counts_for_all_jobs():
     import overhead
 
     seconds = {"ours": 4.0, "stock": 1.0}

@@ -40,7 +40,7 @@ def attempt(number: int, begin_s: int, *done_s: int) -> list[Stamp]:
     return begins + [Stamp(number, rank, "all_reduce", at * 10**9) for rank, at in enumerate(done_s)]
 
 
-def test_a_recovery_is_from_the_last_fault_to_the_last_rank():
+def test_recovery_is_from_last_fault_to_last_rank():
     faults = [Stamp(0, 0, "fault", 10 * 10**9), Stamp(0, 1, "fault", 11 * 10**9)]
     first = attempt(0, 1, 2, 3)
     assert hangs.recovery([*first, *faults, *attempt(1, 20, 22, 23)]) == hangs.Recovery(9.0, 12.0)
@@ -53,7 +53,7 @@ def test_a_recovery_is_from_the_last_fault_to_the_last_rank():
     assert hangs.fate(lost, 150.0) == "not in 150 s"
 
 
-def test_two_of_three_are_enough_after_a_cut_whatever_each_agent_counts():
+def test_two_of_three_suffice_after_a_cut():
     faults = [Stamp(0, rank, "fault", (10 + rank) * 10**9) for rank in range(3)]
     seen = [*attempt(0, 1, 2, 3, 3), *faults, Stamp(0, 2, "begin", 20 * 10**9), Stamp(1, 0, "begin", 21 * 10**9)]
     died = hangs.recovery(seen, 3, 90 * 10**9)

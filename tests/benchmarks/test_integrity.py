@@ -57,5 +57,5 @@ def test_what_a_job_counts_as(row, verdict, right):
     ("found_at", "resumed_at", "in_time"),
     [(200, 100, True), (200, 0, True), (300, 100, False), (200, 120, False), (None, None, False)],
 )
-def test_a_flip_is_found_at_the_next_comparison_and_the_job_goes_on_from_before_it(found_at, resumed_at, in_time):
+def test_a_flip_is_found_and_the_job_recovers(found_at, resumed_at, in_time):
     assert integrity.is_in_time(Try(found_at, 1.0, True, resumed_at, ""), 150, 100) == in_time

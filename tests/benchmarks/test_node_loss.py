@@ -42,7 +42,7 @@ def test_phases_end_with_the_last_node():
 
 
 @pytest.mark.seam
-def test_a_world_trains_when_all_its_ranks_step_and_none_of_them_has_ended(tmp_path):
+def test_a_world_trains_when_all_ranks_step(tmp_path):
     events = JobEvents(tmp_path / "events")
 
     def send(rank: int, world: int, pid: int) -> None:

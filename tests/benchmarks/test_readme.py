@@ -16,7 +16,7 @@ PUBLISHED = sorted(path.relative_to(RESULTS).with_suffix("").as_posix() for path
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_has_a_section_with_a_command_that_it_understands(script: Path):
+def test_every_script_has_a_section_with_valid_commands(script: Path):
     section = SECTIONS[script.name]
     assert f"python benchmarks/{script.name}" in section
     row = next(line for line in README.splitlines() if line.startswith(f"| [{script.name}]"))
@@ -25,12 +25,12 @@ def test_every_script_has_a_section_with_a_command_that_it_understands(script: P
     assert not [option for option in options if f'"{option}"' not in script.read_text()]
 
 
-def test_no_section_is_about_a_script_that_is_gone():
+def test_no_section_is_about_a_missing_script():
     assert SECTIONS.keys() == {script.name for script in SCRIPTS}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_machine_class_is_that_of_the_published_result(name):
+def test_the_machine_class_matches_the_published_result(name):
     record = json.loads((RESULTS / f"{name}.json").read_text())
     machine = record.get("machine", record)  # an old result has it at the top
     device = record.get("device", "cpu")

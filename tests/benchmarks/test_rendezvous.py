@@ -61,7 +61,7 @@ def test_steady_state(tmp_path):
 
 
 @pytest.mark.full
-def test_a_dead_worker_is_an_error_and_leaves_nothing():
+def test_a_dead_worker_is_an_error_without_leftovers():
     with agent_processes.AgentProcesses("stock_agents.py", [{"host": True}]) as host:
         [process] = host._processes
         assert "cpu_s" in host.ask(60, do="cpu")[0]

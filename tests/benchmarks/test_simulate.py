@@ -28,7 +28,7 @@ def row(name: str, key: str, value: object) -> dict:
     return next(each for each in published(name)["rows"] if each[key] == value)
 
 
-def test_the_figures_of_a_silent_node_and_of_cold_starts_are_the_published_ones():
+def test_figures_of_silence_and_cold_starts_are_published():
     assert pytest.approx(row("node_loss", "row", "link")["ours"]["phases_s"]["stop"], rel=0.25) == sides.SILENT_S
     assert [sides.cold_start_s(gpus) for gpus, _ in sides.COLD_STARTS] == [pytest.approx(s) for _, s in sides.COLD_STARTS]
     found = [sides.cold_start_s(gpus) for gpus in range(8, 200_000, 997)]
@@ -44,13 +44,13 @@ def test_metas_formula_holds_where_its_assumptions_do(gpus):
 
 
 @pytest.mark.parametrize("gpus", [1024, 16_384, 131_072])
-def test_the_planners_closed_form_holds_also_where_losses_are_not_small(gpus):
+def test_the_closed_form_holds_for_large_losses_too(gpus):
     found = study.against_closed_form(gpus, MANY, {"detection": 30.0, "restart": 200.0}, 6.5)
     assert abs(found["off"]) < 0.01
     assert (found["formula"] < 0.7) == (gpus == 131_072)
 
 
-def test_classes_of_failures_and_a_memory_tier_are_as_in_the_closed_form():
+def test_failure_classes_and_memory_match_the_closed_form():
     """Side by side with copies in memory, from which each failure resumes."""
     scale = Scale(131_072)
     side = sides.Side("checked", memory=True, planned=True)
@@ -175,7 +175,7 @@ def test_it_is_the_product_that_decides():
 
 
 @pytest.mark.parametrize("name", inputs.MIXES)
-def test_each_way_of_each_cause_is_played_and_each_wrong_one_is_listed(name):
+def test_every_way_is_played_and_wrong_ones_listed(name):
     played = list(decisions.episodes(inputs.MIXES[name]))
     found = study.of_mix(name)
     assert sum(each.share for each in played) == pytest.approx(1.0)
@@ -204,7 +204,7 @@ def test_what_is_wrong_is_found():
         assert decisions.Episode("a", "b", truth, False, False, 1.0, restarts, end, wrongly, wrongly).fault == fault
 
 
-def test_the_looks_of_a_cause_are_all_of_it():
+def test_a_causes_looks_add_up_to_one():
     assert {key for mix in inputs.MIXES.values() for _, _, key in mix} <= causes.CAUSES.keys()
     for cause in causes.CAUSES.values():
         assert sum(look.share for look in cause.looks) == pytest.approx(1.0)
@@ -218,7 +218,7 @@ def test_every_figure_has_a_source():
 
 
 @pytest.mark.parametrize("nodes", [2, 8, 512])
-def test_a_leader_of_many_nodes_decides_as_one_of_a_few(nodes):
+def test_leaders_of_many_or_few_nodes_decide_alike(nodes):
     found = rounds.one_loss(nodes)
     assert found.decisions == ("Wait", "End", "Conclude", "Seal")
     assert found.ranks == tuple(range(nodes))

@@ -66,7 +66,7 @@ def test_what_a_job_counts_as(names, expected):
     assert stragglers.outcome(Found(STAMPS, tuple(names)), ROWS["rank-10"]) == expected
 
 
-def test_a_row_that_takes_too_long_breaks_the_promise():
+def test_a_row_that_takes_long_breaks_the_promise():
     row = {"row": "rank-10", **stragglers.summary([Try(30.0, True, 0.1), Try(61.0, True, 0.1)])}
     record = {"rows": [row], "quiet": None, "overhead": None}
     assert not stragglers.kept(record)

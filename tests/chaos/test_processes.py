@@ -25,7 +25,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.seam
-def test_a_child_that_has_ended_is_a_zombie_until_its_parent_has_waited_for_it():
+def test_an_ended_child_is_a_zombie_until_awaited():
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", PARENT], stdin=pipe, stdout=pipe, text=True, bufsize=1) as parent:
         assert parent.stdin is not None

@@ -144,7 +144,7 @@ def test_a_name_that_shows_up_late(storage: Storage) -> None:
     assert looks[:2] == [None, None]
 
 
-def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
+def test_a_link_is_removed_but_not_its_target(tmp_path: Path) -> None:
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / "a").write_bytes(b"1")
     (tmp_path / "latest").symlink_to("step_1")
@@ -154,7 +154,7 @@ def test_a_link_is_removed_and_not_what_it_leads_to(tmp_path: Path) -> None:
 
 
 @pytest.mark.seam
-def test_the_mode_of_a_file_is_that_of_the_umask(tmp_path: Path) -> None:
+def test_a_files_mode_is_that_of_the_umask(tmp_path: Path) -> None:
     code = (
         "import os, sys; from elastic_ext.checkpoints.storage import open_storage\n"
         "os.umask(0o027); storage = open_storage(sys.argv[1]); storage.put('d/a', b''); storage.create('d/b', b'')"
@@ -190,7 +190,7 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.seam
-def test_a_server_that_does_not_answer_is_an_oserror(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_an_answer_is_an_oserror(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """botocore's own EndpointConnectionError is none."""
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound and not listening: refused
@@ -206,7 +206,7 @@ def test_a_server_that_does_not_answer_is_an_oserror(s3: str, monkeypatch: pytes
             list(storage.entries())
 
 
-def test_an_fsspec_that_cannot_refuse_to_overwrite_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fsspec_that_may_overwrite_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", lambda self, path, value, **kwargs: None)

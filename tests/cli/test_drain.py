@@ -131,7 +131,7 @@ def saved_step(done: Finished) -> int:
 
 
 @pytest.mark.seam
-def test_a_node_leaves_at_a_checkpoint_and_the_others_go_on(stored_job):
+def test_a_node_leaves_at_a_checkpoint_others_continue(stored_job):
     job = stored_job
     jobs = job.start_all("n1", "n2", nnodes="1:2", how="asks")
     assert job.status()["job"]["backend"] == job.server.options[0].partition("=")[2]
@@ -166,7 +166,7 @@ def test_a_spare_steps_in(job):
     said(done, 0, "round 2 runs with 3 nodes")
     left = jobs.pop("n1").finish()
     assert left.returncode == 69
-    assert left.err.count("told to leave the job after the checkpoint of step") == 1
+    assert left.err.count("asked to leave the job after the checkpoint of step") == 1
     assert "NodeDrained" not in left.err  # workers that were stopped a moment later than their peers may show a traceback
     verdict = json.loads((job.folder / "n1.json").read_text())
     assert (verdict["decision"]["exit_code"], verdict["decision"]["rule"]) == (69, "drained")
@@ -188,7 +188,7 @@ def test_a_spare_steps_in(job):
     job.check_steps({1: saved_step(done)})
 
 
-def test_a_job_goes_on_smaller_after_a_checkpoint_of_its_own(job):
+def test_a_job_shrinks_after_its_own_checkpoint(job):
     """The script saves by itself and reports nothing. etcd stands still meanwhile; the host is refused until that is undone."""
     job.lease_ttl = 60
     jobs = job.start_all("n1", "n2", "n3", nnodes="2:3", how="saves")
@@ -267,7 +267,7 @@ def test_where_nothing_can_be_drained(job):
     said(job.drain("n1", "--undo"), 0, "n1 was neither to leave nor refused: nothing to undo")
 
 
-def test_no_etcd_is_69_and_bad_settings_are_78(job, monkeypatch, tmp_path):
+def test_no_etcd_is_69_bad_settings_are_78(job, monkeypatch, tmp_path):
     nowhere = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
     said(cli("drain", "n1", nowhere, "--rdzv-id=job", "--undo"), 69, "no etcd endpoint answered")
     assert job.server.process is not None
@@ -279,7 +279,7 @@ def test_no_etcd_is_69_and_bad_settings_are_78(job, monkeypatch, tmp_path):
     said(job.drain("n1"), 78, "missing")
 
 
-def test_a_host_that_is_given_back_counts_as_repaired(server):
+def test_a_host_given_back_counts_as_repaired(server):
     """The leader judges by the ledger in etcd, and writes it only as it has read it: so all agents know from then on."""
     with EtcdClient(server.endpoint) as client:
         lease = client.lease_grant(600).lease_id

@@ -93,7 +93,7 @@ def test_the_commands_need_no_torch(tmp_path):
         ("[" * 100_000, "not JSON"),
     ],
 )
-def test_bad_input_is_one_line_and_78_and_good_cases_are_told(capsys, tmp_path, text, said):
+def test_bad_input_is_78_and_good_cases_appear(capsys, tmp_path, text, said):
     file = tmp_path / "cases.jsonl"
     file.write_text(f'{{"id": 1}}\n{text}\n\n{{"id": 2}}\n')
     code, told, err = explain(capsys, file)
@@ -104,7 +104,7 @@ def test_bad_input_is_one_line_and_78_and_good_cases_are_told(capsys, tmp_path, 
     assert said in err[0]
 
 
-def test_a_file_that_is_not_there_and_wrong_usage(capsys, tmp_path, monkeypatch):
+def test_a_missing_file_and_wrong_usage(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "WAIT_S", 0.2)
     count = len(CASES.read_text().splitlines())
     code, told, err = explain(capsys, tmp_path / "none.json", CASES)
@@ -167,7 +167,7 @@ def rules(tmp_path):
         (Evidence(0, signal="SIGUSR1", xids=(79,)), "usr1"),
     ],
 )
-def test_a_users_rules_come_after_the_wish_to_stop_and_before_the_rest(rules, evidence, rule):
+def test_a_users_rules_come_after_requested_stops(rules, evidence, rule):
     assert classify(evidence, user_rules.load(str(rules))).rule == rule
 
 
@@ -250,7 +250,7 @@ def test_entry_points_bring_rules():
             user_rules.from_entry_points([point(name)])
 
 
-def test_what_is_read_from_etcd_cannot_steer_the_terminal():
+def test_what_etcd_holds_cannot_steer_the_terminal():
     header = Header(1, State.BROKEN, reason="\x1b]0;title\x07")
     told = JobVerdict(Decision(Action.RESTART, "code", "\x9b"), 1, stacks='on a: rank 1\n  File "x\x1b[2J"')
     shown = list(job_status.lines(job_status.JobStatus("x\x1b[2J", header, {}, {}, Ledger((), 0, (told,)), {"h\n": "\x9b1m"})))

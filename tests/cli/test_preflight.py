@@ -77,7 +77,7 @@ def the_finding(figures: list[Figure]) -> Finding:
     ],
 )
 @pytest.mark.parametrize("measure", [MATMUL, COPY])
-def test_a_device_is_compared_with_the_median_of_the_others(values, slow, measure):
+def test_a_device_is_compared_with_the_others_median(values, slow, measure):
     figures = [device(number, value, measure=measure) for number, value in enumerate(values)]
     assert outliers(figures) == [figures[number] for number in slow]
     found = the_finding(figures)
@@ -155,14 +155,14 @@ def test_devices_that_the_environment_lists(environ, count):
 
 
 @pytest.mark.parametrize(("latency_us", "state"), [(35.0, OK), (105.0, OK), (250.0, FAIL)])
-def test_a_latency_is_an_outlier_only_where_it_is_long(latency_us, state):
+def test_a_latency_is_an_outlier_only_if_long(latency_us, state):
     """A healthy network's varies by tens of microseconds, several times the least."""
     figures = [pair(a, b, 10.0, LATENCY) for a, b in ("ab", "ac", "bc")]
     assert the_finding([*figures, pair("a", "d", latency_us, LATENCY)]).state == state
 
 
 @pytest.mark.parametrize("measure", [DISK, STORAGE])
-def test_a_slow_disk_or_storage_is_a_warning_and_one_that_fails_is_not(measure):
+def test_slow_storage_is_a_warning_failing_is_not(measure):
     def of(node: str, value: float | None, error: str = "") -> Figure:
         return Figure(measure, (node,), "/tmp", "TMPDIR", value, error)
 
@@ -174,7 +174,7 @@ def test_a_slow_disk_or_storage_is_a_warning_and_one_that_fails_is_not(measure):
 
 @pytest.mark.parametrize("bad", [0.5, None])
 @pytest.mark.parametrize("nodes", ["abc", "abcdef"])
-def test_the_node_that_slow_pairs_have_in_common_is_named(nodes, bad):
+def test_the_node_common_to_slow_pairs_is_named(nodes, bad):
     figures = [pair(a, b, bad if "c" in (a, b) else 4.0, error="" if bad else "timed out") for a, b in combinations(nodes, 2)]
     found = the_finding(figures)
     assert found.state == FAIL
@@ -255,7 +255,7 @@ def test_how_many_workers_need_a_device(monkeypatch, given, workers):
     assert preflight._task(Settings(), True, {}).workers == workers
 
 
-def test_a_directory_that_cannot_be_looked_into_is_written_to(tmp_path, monkeypatch):
+def test_an_unlistable_directory_is_still_written_to(tmp_path, monkeypatch):
     """Before, the error of the look ended the check with 1, so the node was bad. Root may look everywhere."""
     stat = os.stat
 
@@ -312,7 +312,7 @@ def test_full_disks_are_no_bad_node(monkeypatch):
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), NODE),
     ],
 )
-def test_a_device_that_has_no_room_is_busy_not_broken(monkeypatch, error, blame):
+def test_a_device_without_room_is_busy_not_broken(monkeypatch, error, blame):
     def fails(*_: object) -> float:
         raise error
 
@@ -321,13 +321,13 @@ def test_a_device_that_has_no_room_is_busy_not_broken(monkeypatch, error, blame)
     assert [figure.blame for figure in preflight_probe._device_figures("n1", "cpu", 1.0)] == [blame, blame]
 
 
-def test_a_device_that_is_shared_is_measured_and_said_to_be():
+def test_a_shared_device_is_measured_and_named_so():
     for shared, blame in ((True, OTHERS), (False, NODE)):
         figures = preflight_probe._device_figures("n1", "cpu", 0.01, shared)
         assert [(figure.blame, figure.value is not None) for figure in figures] == [(blame, True)] * 2
 
 
-def test_a_device_whose_model_has_no_name_is_measured_all_the_same():
+def test_a_device_without_a_model_name_is_measured():
     assert preflight_probe._model(torch.device("mtia:0")) == "mtia"
 
 
@@ -356,7 +356,7 @@ def test_a_machine_alone(tmp_path):
 
 
 @pytest.mark.seam
-def test_what_this_locale_has_no_character_for_ends_no_check(tmp_path):
+def test_characters_outside_the_locale_end_no_check(tmp_path):
     """As a health check that ended with 1, it made a node bad."""
     command = [sys.executable, "-m", "elastic_ext.cli", "doctor", "--preflight", "--rdzv-conf=größe=1"]
     done = run(command, tmp_path, PYTHONIOENCODING="ascii")
@@ -377,7 +377,7 @@ sys.exit(main.main(["doctor", "--preflight", "--alone", "--json", "--rdzv-conf=l
 
 @pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="mounts a file system, as only root may")
-def test_a_directory_that_hangs_holds_up_the_child_only(tmp_path):
+def test_a_hanging_directory_delays_only_the_child(tmp_path):
     (tmp_path / "disk").mkdir()
     done = run(["unshare", "-m", sys.executable, "-c", _HANGS], tmp_path)
     assert done.returncode == 69, done.all
@@ -386,7 +386,7 @@ def test_a_directory_that_hangs_holds_up_the_child_only(tmp_path):
 
 
 @pytest.mark.full
-def test_a_directory_that_cannot_be_written_to_is_no_bad_node(tmp_path):
+def test_an_unwritable_directory_is_no_bad_node(tmp_path):
     """As health_command, this node leaves with 78 before it starts a worker. Another one starts its workers."""
     done = run([sys.executable, *PREFLIGHT, "--rdzv-conf=local_dir=/proc"], tmp_path)
     assert done.returncode == 78, done.all
@@ -464,7 +464,7 @@ def test_the_host_with_a_bad_link_is_named(tmp_path, how):
 
 
 @pytest.mark.full
-def test_the_child_ends_with_a_health_check_that_is_killed(tmp_path):
+def test_the_child_ends_with_a_killed_check(tmp_path):
     """Otherwise it would keep its memory on a device, for as long as that hangs."""
     pid = tmp_path / "pid"
     (tmp_path / "probe.py").write_text(f"import os, time; print(os.getpid(), file=open({str(pid)!r}, 'w', 1)); time.sleep(1000)")
@@ -476,7 +476,7 @@ def test_the_child_ends_with_a_health_check_that_is_killed(tmp_path):
 
 
 @pytest.mark.full
-def test_what_libraries_print_while_they_are_imported_is_no_failure(tmp_path, monkeypatch):
+def test_what_libraries_print_on_import_is_no_failure(tmp_path, monkeypatch):
     script = tmp_path / "probe.py"
     script.write_text("""print('loaded a plug-in'); print('7'); print('{"end": true}')""")
     monkeypatch.setattr(preflight, "PROBE", str(script))
@@ -493,7 +493,7 @@ def test_what_libraries_print_while_they_are_imported_is_no_failure(tmp_path, mo
         ("import os; os.kill(os.getpid(), 9)", LIMIT_S, "measuring cuda:3: killed, "),
     ],
 )
-def test_what_was_measured_when_the_child_came_to_no_end(tmp_path, monkeypatch, program, limit_s, why):
+def test_results_of_a_child_that_never_ends(tmp_path, monkeypatch, program, limit_s, why):
     script = Path(tmp_path, "probe.py")
     script.write_text(f'print(\'{{"doing": "measuring cuda:3"}}\', flush=True); {program}')
     monkeypatch.setattr(preflight, "PROBE", str(script))

@@ -79,13 +79,13 @@ def test_what_became_of_a_request(header, nodes, step, said):
         assert said in found.reason
 
 
-def test_a_request_is_no_reason_why_the_job_runs():
+def test_a_save_request_does_not_change_the_reason():
     runs = Header(3, State.RUNNING, 2, reason="n2 has joined")
     assert with_save(runs) == replace(runs, save=1)
 
 
 @pytest.mark.seam
-def test_all_ranks_save_at_the_step_that_is_printed(server, tmp_path):
+def test_all_ranks_save_at_the_printed_step(server, tmp_path):
     with ExitStack() as stack:
         jobs = [stack.enter_context(node_of(server, tmp_path, 2, workers=1)) for _ in range(2)]
         for job in jobs:
@@ -132,7 +132,7 @@ def write(client: EtcdClient, header: Header) -> None:
 
 
 @pytest.mark.full
-def test_a_wait_ends_with_the_round_or_its_time(server, monkeypatch):
+def test_a_wait_ends_with_round_or_time(server, monkeypatch):
     """Records of a job that does not save, and what the command does with them."""
     with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(1) as pool:
         write(client, Header(1, State.RUNNING, 1))

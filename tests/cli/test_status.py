@@ -68,7 +68,7 @@ def test_nodes_by_rank_with_ages_of_the_reader():
     assert shown.job.state == "running"
 
 
-def test_why_replicas_are_not_compared_is_shown_once_for_all_nodes():
+def test_why_replicas_are_not_compared_appears_once():
     """While they run: what a node that has ended has reported is over."""
     texts = {"a": (0, "no replicas", "running"), "b": (1, "no room", "running"), "c": (2, "no replicas", "running")}
     texts |= {"d": (3, "an end", "ended"), "e": (4, "", "running")}
@@ -82,7 +82,7 @@ def test_why_replicas_are_not_compared_is_shown_once_for_all_nodes():
     assert f"not known: replicas: {said[0]}" in "\n".join(printed(shown))
 
 
-def test_a_node_whose_place_another_has_taken_does_not_count_in_the_round():
+def test_a_replaced_node_does_not_count_in_rounds():
     first = dataclasses.replace(REPORT, name="n0", node_rank=0, step=500)
     spare = dataclasses.replace(REPORT, state="rendezvous", node_rank=0, round=1, step=3, steps_per_s=0.1)
     shown = built(job(reports=encoded(a=first, b=spare)))
@@ -91,7 +91,7 @@ def test_a_node_whose_place_another_has_taken_does_not_count_in_the_round():
 
 
 @pytest.mark.parametrize(("own", "seen_s"), [(True, 0.0), (False, 0.0), (False, None)])
-def test_what_a_node_told_a_while_ago_is_no_news(own, seen_s):
+def test_an_old_report_is_no_news(own, seen_s):
     """They step together. What b told when its workers had run for 12 s less is as old, however late it was read."""
     told = {"a": (0, 47.0, 98), "b": (1, 35.0, 74)}
     reports = {
@@ -105,13 +105,13 @@ def test_what_a_node_told_a_while_ago_is_no_news(own, seen_s):
     assert shown.job.step == 98
 
 
-def test_a_node_whose_workers_started_later_is_no_older():
+def test_a_node_with_later_workers_is_no_older():
     first, later = (dataclasses.replace(REPORT, name=id_, state_s=ran_s) for id_, ran_s in (("a", 9.0), ("b", 5.0)))
     shown = built(job(reports=encoded(a=first)), Own("b", later, Shared(Spent())), seen_s=0.0)
     assert [(each.id, each.seen_s, each.last_step_s) for each in shown.nodes] == [("a", 0.0, 0.5), ("b", 0.0, 0.5)]
 
 
-def test_a_node_that_tells_nothing_and_one_that_tells_rubbish_are_said_to():
+def test_silent_nodes_and_rubbish_are_shown_as_such():
     shown = built(job(reports={"b": NodeText('{"schema":99}', 1)}))
     assert [(each.id, each.state) for each in shown.nodes] == [("a", "silent"), ("b", "waits")]
     assert any(each.what == "node b" and "schema 99" in each.why for each in shown.unknown)
@@ -136,7 +136,7 @@ def test_the_state_of_the_job(header, stopped, state):
     assert state in status.EXIT_CODES
 
 
-def test_a_job_whose_leases_have_run_out_is_judged_by_its_last_verdict():
+def test_a_job_without_leases_is_judged_by_verdicts():
     gone = {"nodes": {}, "assignments": {}}
     ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
     failed = built(job(Header(), ledger=ledger, **gone))
@@ -148,7 +148,7 @@ def test_a_job_whose_leases_have_run_out_is_judged_by_its_last_verdict():
     assert built(job(HEADER, **gone)).job.state == "recovering"  # the header outlives the nodes for a while
 
 
-def test_a_job_that_all_agents_have_left_does_not_recover():
+def test_a_job_without_agents_does_not_recover():
     """With 75, say: the round is broken, and no agent is there any more, or only one that still shows its page."""
     left = job(dataclasses.replace(HEADER, state=State.BROKEN, reason="n0 leaves: SIGTERM"), nodes={}, assignments={})
     gone = dataclasses.replace(REPORT, state="ended")
@@ -172,7 +172,7 @@ def test_the_slowest_step_counts():
     assert (shown.job.step, shown.job.steps_per_s, shown.job.saved_step, shown.job.saved_s) == (70, 1.0, 60, 3.0)
 
 
-def test_an_agent_that_sees_no_other_node_still_knows_how_many_there_are():
+def test_an_isolated_agent_still_knows_the_node_count():
     alone = dataclasses.replace(job(Header(2, State.RUNNING)), nodes={}, assignments={})
     shown = built(alone, Own("a", REPORT, Shared(Spent()), nodes=2, world=8))
     assert (len(shown.nodes), shown.job.nodes, shown.job.world_size) == (1, 2, 8)
@@ -187,7 +187,7 @@ def test_goodput_is_that_of_the_job():
     assert built(job(goodput=records_), own).goodput == (StateSeconds("idle", 1.0),)
 
 
-def test_the_document_survives_its_json_which_follows_the_schema():
+def test_the_document_survives_its_json_and_the_schema():
     shown = document(3)
     text = job_status.encode(shown)
     assert records.read(Document, text, "it", job_status.SCHEMA) == shown
@@ -223,7 +223,7 @@ def test_text_of_others_cannot_steer_a_terminal():
         assert re.sub(r"\x1b\[\d+m", "", line).isprintable()
 
 
-def test_a_terminal_gets_the_nodes_that_need_a_look_first_and_a_pipe_all_of_them():
+def test_a_terminal_shows_urgent_nodes_pipes_show_all():
     shown = of_nodes(document(512), {300: {"state": "silent"}, 400: {"state": "start"}})
     few = printed(shown, Terminal(nodes=4, width=80))
     rows = [line.split()[0] for line in few if re.match(r"\d+ +n\d", line)]
@@ -351,7 +351,7 @@ def test_watch_of_a_job_that_leaves_nothing_ends(capsys, server, monkeypatch):
 
 
 @pytest.mark.seam
-def test_watch_gives_up_on_an_agent_that_does_not_come_back(capsys, monkeypatch):
+def test_watch_gives_up_on_a_lost_agent(capsys, monkeypatch):
     looks = int(status.LOST_S / status.WATCH_S)
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(served(document(2)))
@@ -402,7 +402,7 @@ def test_an_agent_behind_tls_and_a_password(capsys, guarded):
 
 
 @pytest.mark.seam
-def test_an_agent_that_sends_byte_by_byte_is_not_waited_for(capsys, monkeypatch):
+def test_an_agent_that_drips_bytes_is_not_awaited(capsys, monkeypatch):
     monkeypatch.setattr(job_source, "TIMEOUT_S", 0.3)
     text = job_status.encode(document(2)).encode()
     asked, over = threading.Event(), threading.Event()

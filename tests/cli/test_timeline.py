@@ -103,7 +103,7 @@ def test_the_page_in_a_browser(job, tmp_path, capsys):
         assert len(colors) == 2
 
 
-def test_512_nodes_and_60_failures_are_one_image_with_a_title_for_each_node(job):
+def test_512_nodes_and_60_failures_fit_one_image(job):
     from elastic_ext.timeline import picture
 
     rows = tuple(model.Row(f"node-{number:03}", job.rows[number % 3].spans) for number in range(512))
@@ -142,7 +142,7 @@ def test_a_job_that_etcd_does_not_know(job, tmp_path, capsys, server):
     assert "no job with --rdzv-id=none" in err
 
 
-def test_a_bad_line_is_named_and_the_others_are_drawn(job, tmp_path, capsys, monkeypatch):
+def test_a_bad_line_is_named_others_are_drawn(job, tmp_path, capsys, monkeypatch):
     (tmp_path / "e.jsonl").write_text(EVENTS.read_text() + '{"schema":1}\n\n{"half": ')
     code, _, err = run(capsys, tmp_path / "e.jsonl", "-o", tmp_path / "life.png")
     count = len(EVENTS.read_text().splitlines())

@@ -208,7 +208,7 @@ def test_all_compares_must_hold(store):
     assert not any(run(store, compare=each).succeeded for each in ([good, bad], [bad, good]))
 
 
-def test_deleted_keys_are_counted_and_none_is_no_change(store):
+def test_deleting_no_keys_is_no_change(store):
     run(store, *map(put, (b"a", b"b", b"c")))
     answer = run(store, delete(b"a", b"c"), delete(b"b"))
     assert [each.response_delete_range.deleted for each in answer.responses] == [2, 0]

@@ -157,7 +157,7 @@ def test_trouble_with_the_file_is_logged_once(tmp_path, caplog):
     assert Path(file._path).exists()
 
 
-def test_a_job_that_ends_does_not_wait_for_its_disk(path, monkeypatch):
+def test_a_job_ends_without_waiting_for_its_disk(path, monkeypatch):
     writes, may_write, write_whole = threading.Event(), threading.Event(), snapshot.write_whole
 
     def slow_disk(*args: object) -> None:

@@ -148,7 +148,7 @@ def test_a_ledger_that_cannot_be_written_is_reported(plan, tmp_path):
         until(lambda: "cannot be written" in made.said.get(timeout=LIMIT_S)[1])
 
 
-def test_a_node_that_is_cut_off_keeps_the_store(plan):
+def test_an_isolated_node_keeps_the_store(plan):
     """The host's agent has left in order, and the only other node has lost its connection: its lease is still there."""
     with agent(plan), EtcdClient(f"127.0.0.1:{plan.port}") as client:
         lease = client.lease_grant(60).lease_id

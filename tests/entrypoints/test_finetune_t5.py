@@ -20,7 +20,7 @@ STEP = re.compile(r"\{'loss': '(\S+)', 'grad_norm': '(\S+)', .*'epoch': '(\S+)'\
 
 
 @pytest.mark.full
-def test_a_killed_job_goes_on_from_its_last_epoch_and_later_at_another_world_size(tmp_path: Path) -> None:
+def test_a_killed_job_resumes_at_another_world_size(tmp_path: Path) -> None:
     """What is trained twice has the same losses and norms, in all the digits that the Trainer prints."""
     agent = [*AGENT, "--nproc_per_node=2", "--max-restarts=3", "--rdzv-conf=checkpoint_dir=checkpoints"]
     arguments = [str(SCRIPT), "--model_id=google-t5/t5-large", "--epochs=10", *TINY]

@@ -72,7 +72,7 @@ def test_the_files_are_what_the_scripts_make(script, made, tmp_path):
 
 
 @pytest.mark.seam
-def test_the_relabelling_of_the_pod_monitor_is_prometheus_own(tmp_path):
+def test_the_pod_monitors_relabelling_is_prometheus_own(tmp_path):
     """The operator copies it into a scrape configuration, in snake case. Debian's Prometheus cannot discover pods."""
     (endpoint,) = yaml.safe_load((MONITORING / "podmonitor.yml").read_text())["spec"]["podMetricsEndpoints"]
     snake = [
@@ -100,7 +100,7 @@ def test_a_missing_program_skips_or_fails(monkeypatch):
 
 
 @pytest.mark.seam
-def test_a_machine_without_the_programs_is_told_what_to_do(tmp_path):
+def test_a_machine_without_the_programs_gets_instructions(tmp_path):
     for name in ("sh", "id", "sort", "tr"):
         found = shutil.which(name)
         assert found is not None
@@ -121,7 +121,7 @@ case "$*" in *install*$KILL*) kill -9 $PPID ;; esac
 
 @pytest.mark.seam
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_no_service_starts_and_the_machines_own_policy_is_kept(tmp_path):
+def test_no_service_starts_and_the_policy_stays(tmp_path):
     for name in ("sh", "id", "sort", "tr", "rm", "mv", "chmod", "grep"):
         found = shutil.which(name)
         assert found is not None
@@ -160,7 +160,7 @@ with open(sys.argv[1]) as gate:
 
 
 @pytest.mark.seam
-def test_prometheus_finds_two_jobs_on_a_host_and_never_mixes_them(tmp_path):
+def test_prometheus_finds_two_jobs_and_keeps_them_apart(tmp_path):
     """a by its file and as OpenMetrics; b by its address and as text, with run_id and node only in elastic_ext_info."""
     needs("prometheus", "promtool")
     (tmp_path / "job.py").write_text(WAITS)

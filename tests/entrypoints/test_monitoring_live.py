@@ -57,7 +57,7 @@ def is_of(metric: str, family: str) -> bool:
     return re.fullmatch(f"{family}(?:{ENDS})", metric) is not None
 
 
-def test_the_rules_and_the_dashboard_use_metrics_that_exist():
+def test_rules_and_dashboard_use_existing_metrics():
     tables = [table for table in vars(families).values() if isinstance(table, dict)]
     built = {name for table in tables for name, family in table.items() if isinstance(family, families.Family)}
     made_of = recordings()

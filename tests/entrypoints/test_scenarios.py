@@ -321,7 +321,7 @@ def workers_of(job: Job) -> list[int]:
     return [pid for pid in descendants(job.process.pid) if pid != job.process.pid and is_worker(pid)]
 
 
-def test_all_die_and_the_same_command_is_run_again(nodes: Nodes) -> None:
+def test_all_die_and_the_same_command_restarts(nodes: Nodes) -> None:
     """Hypothesis: after a power cut the same command is enough.
 
     Method: all processes of all nodes are killed while they train; the same commands are run again.

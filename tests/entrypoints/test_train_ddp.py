@@ -36,7 +36,7 @@ def a_worker(job: Job) -> int:
 
 
 @pytest.mark.full
-def test_a_killed_job_goes_on_from_the_one_file(tmp_path: Path) -> None:
+def test_a_killed_job_resumes_from_the_one_file(tmp_path: Path) -> None:
     """Nothing of elastic_ext is in the script. What is trained twice is the same to the bit, and so is the end."""
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", str(SCRIPT), "--epochs=6", "--examples=16384"]
     with Job(command, tmp_path, CHECKPOINT_DIR="shared") as job:
@@ -61,7 +61,7 @@ def test_the_file_is_replaced_in_one_step(train: ModuleType, tmp_path: Path) -> 
 
 
 @pytest.mark.full
-def test_a_resume_at_another_world_size_and_without_an_agent_of_ours(tmp_path: Path) -> None:
+def test_a_resume_elsewhere_without_our_agent(tmp_path: Path) -> None:
     stock = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     for ranks, epochs in ((2, 1), (1, 2)):
         done = run([*stock, f"--nproc-per-node={ranks}", str(SCRIPT), f"--epochs={epochs}"], tmp_path)
@@ -71,7 +71,7 @@ def test_a_resume_at_another_world_size_and_without_an_agent_of_ours(tmp_path: P
 
 
 @pytest.mark.full
-def test_a_restart_with_fewer_ranks_keeps_the_global_batch(tmp_path: Path) -> None:
+def test_fewer_ranks_keep_the_global_batch(tmp_path: Path) -> None:
     """Which examples are in a step stays, too: losses are those of 4 ranks all along, but for rounding. Else they are not."""
     flags = [str(SCRIPT), "--batch=16", "--examples=1000", "--dropout=0", "--lr=0.01"]
     whole, *others = ("--global-batch=128", "--global-batch=128", "--global-batch=0")
@@ -93,7 +93,7 @@ def losses(folder: Path, ranks: int, *words: str) -> list[float]:
 
 
 @pytest.mark.full
-def test_more_than_there_is_cannot_be_a_global_batch(tmp_path: Path) -> None:
+def test_a_global_batch_cannot_exceed_the_data(tmp_path: Path) -> None:
     done = run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", str(SCRIPT), "--global-batch=64", "--examples=63"],
         tmp_path,
@@ -103,7 +103,7 @@ def test_more_than_there_is_cannot_be_a_global_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_each_node_has_the_same_copy_on_its_own_disk_and_a_new_node_gets_it(tmp_path: Path) -> None:
+def test_each_node_has_a_copy_new_ones_too(tmp_path: Path) -> None:
     of_two_nodes(tmp_path, epochs=2)
     files = [tmp_path / name / "model_latest.pt" for name in ("disk0", "disk1")]
     one, other = (torch.load(path) for path in files)

@@ -111,7 +111,7 @@ WITH_UNBROKEN = pytest.mark.xdist_group("unbroken")  # all in one process of xdi
 
 @pytest.mark.full
 @WITH_UNBROKEN
-def test_unbroken_run_logs_every_step_and_keeps_the_last_three(unbroken: tuple[Path, Output]) -> None:
+def test_an_unbroken_run_logs_steps_and_keeps_three(unbroken: tuple[Path, Output]) -> None:
     directory, output = unbroken
     assert [step for step, _ in output.losses] == list(range(1, 15))
     assert re.findall(r"^epoch (\d+) step (6|7|12|13) ", output.text, re.MULTILINE) == [
@@ -129,7 +129,7 @@ def test_unbroken_run_logs_every_step_and_keeps_the_last_three(unbroken: tuple[P
 
 @pytest.mark.seam
 @WITH_UNBROKEN
-def test_a_resume_in_mid_epoch_after_a_kill_is_exact(unbroken: tuple[Path, Output], tmp_path: Path) -> None:
+def test_a_resume_in_mid_epoch_is_exact(unbroken: tuple[Path, Output], tmp_path: Path) -> None:
     """Rank 1 is killed after step 11, by SIGKILL; the commit of step 8 may be under way then."""
     directory = tmp_path / "checkpoints"
     killed = launch(agent(2, directory), directory, TRAIN_FAULT="kill:1:11")
@@ -149,7 +149,7 @@ def test_a_resume_in_mid_epoch_after_a_kill_is_exact(unbroken: tuple[Path, Outpu
 
 
 @pytest.mark.full
-def test_4_ranks_become_2_and_3_and_then_1(tmp_path: Path) -> None:
+def test_4_ranks_become_2_then_3_then_1(tmp_path: Path) -> None:
     """Every load has the state of the save before it, and all together have the losses of one process that was never stopped.
 
     Without dropout; 3 ranks share 8 sequences unevenly. An epoch is 9 steps: two of the loads are in the middle of one, the last
@@ -299,7 +299,7 @@ def test_a_micro_batch_that_fits(train: ModuleType, world: int, micro_batch: int
     assert train.micro_steps(12, world, 7, micro_batch) == pieces
 
 
-def test_each_step_has_the_same_global_batch_at_every_world_size(train: ModuleType) -> None:
+def test_each_step_has_one_batch_at_all_sizes(train: ModuleType) -> None:
     alone = list(train.Shares(72, 12, seed=0, rank=0, world=1))
     for world in (2, 5):
         of_ranks = [list(train.Shares(72, 12, seed=0, rank=rank, world=world)) for rank in range(world)]
@@ -307,7 +307,7 @@ def test_each_step_has_the_same_global_batch_at_every_world_size(train: ModuleTy
         assert together == [sorted(batch) for batch in alone]
 
 
-def test_an_epoch_uses_each_window_once_in_its_own_order(train: ModuleType) -> None:
+def test_an_epoch_uses_each_window_once(train: ModuleType) -> None:
     shares = train.Shares(72, 12, seed=0, rank=0, world=1)
     epochs = []
     for shares.epoch in (0, 1):
@@ -317,14 +317,14 @@ def test_an_epoch_uses_each_window_once_in_its_own_order(train: ModuleType) -> N
     assert epochs[0] != list(chain.from_iterable(train.Shares(72, 12, seed=1, rank=0, world=1)))
 
 
-def test_text_is_a_prefix_of_the_library_in_sorted_order(train: ModuleType) -> None:
+def test_text_is_a_sorted_prefix_of_the_library(train: ModuleType) -> None:
     text = train.stdlib_source(300_000)
     assert len(text) == 300_000
     assert train.stdlib_source(1_000) == text[:1_000]
     assert b"import" in text
 
 
-def test_faults_hit_their_rank_and_step_in_the_first_incarnation_only(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_hit_the_first_incarnation_only(train: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     monkeypatch.setenv("TRAIN_FAULT", "raise:1:7")
     train.fail_on_request(0, 7)

@@ -47,7 +47,7 @@ WITH_KILLED = pytest.mark.xdist_group("killed")  # all in one process of xdist, 
 
 @pytest.mark.full
 @WITH_KILLED
-def test_a_killed_job_goes_on_from_the_last_epoch_and_keeps_three_files(killed: tuple[Path, Output]) -> None:
+def test_a_killed_job_resumes_and_keeps_three_files(killed: tuple[Path, Output]) -> None:
     directory, output = killed
     assert output.resumed == [f"{directory}/checkpoint_epoch_2.pt at step 12"]
     assert NUMBERED.findall(output.text) == ["1", "2", "3", "4", "5"]
@@ -172,7 +172,7 @@ def test_a_file_of_other_data_is_refused(tmp_path: Path) -> None:
         train.Trainer.load_epoch_file(trainer, path)
 
 
-def test_the_newest_files_are_those_with_the_highest_numbers(tmp_path: Path) -> None:
+def test_the_newest_files_have_the_highest_numbers(tmp_path: Path) -> None:
     train = imported()
     for number in (8, 9, 10, 11):
         (tmp_path / f"checkpoint_epoch_{number}.pt").touch()
@@ -182,7 +182,7 @@ def test_the_newest_files_are_those_with_the_highest_numbers(tmp_path: Path) -> 
     assert files(tmp_path) == kept
 
 
-def test_a_write_that_fails_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_the_file_unchanged(tmp_path: Path) -> None:
     train, path = imported(), tmp_path / "folder" / "checkpoint_epoch_1.pt"
     train.write_file(path, {"epoch": 1})
     with pytest.raises(Exception, match="pickle"):
@@ -216,7 +216,7 @@ def test_checkpoint_dir_is_that_of_the_environment(monkeypatch: pytest.MonkeyPat
 # ---------------------------------------------------------------- activations
 
 
-def test_activations_are_computed_again_and_the_gradients_are_the_same() -> None:
+def test_recomputed_activations_give_the_same_gradients() -> None:
     train = imported()
     text = torch.randint(256, (4, 17))
     gradients, calls = [], []
@@ -240,7 +240,7 @@ def test_accumulation_has_both_names() -> None:
 
 
 @pytest.mark.full
-def test_a_stopped_rank_is_named_by_the_health_barrier_and_the_job_goes_on(tmp_path: Path) -> None:
+def test_the_health_barrier_names_a_stopped_rank(tmp_path: Path) -> None:
     """SIGSTOP, as on a host that does not answer any more. The file of epoch 1 is what all go on from."""
     directory = tmp_path / "checkpoints"
     flags = (*EPOCHS, "--epochs=2", "--health-every=2", "--health-timeout=10")

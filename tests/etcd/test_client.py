@@ -79,7 +79,7 @@ def test_a_prefix_that_ends_in_0xff(client: EtcdClient, prefix: str):
 
 
 @pytest.mark.seam
-def test_a_long_prefix_is_read_in_pages_as_of_one_revision(client: EtcdClient, prefix: str):
+def test_a_long_prefix_is_read_in_pages_consistently(client: EtcdClient, prefix: str):
     keys = [f"{prefix}{number:05d}" for number in range(2 * PAGE + 1)]
     for start in range(0, len(keys), 128):
         client.txn([], [Put(key, "old") for key in keys[start : start + 128]])
@@ -202,7 +202,7 @@ def test_frozen_server_meets_the_deadline(own_server: EtcdServer):
 
 
 @pytest.mark.seam
-def test_a_write_is_not_sent_to_a_server_that_does_not_answer(own_server: EtcdServer):
+def test_a_write_avoids_a_server_that_is_silent(own_server: EtcdServer):
     """It goes out only on a connection that works, so here it can be said that it did not."""
     own_server.pause()
     with EtcdClient(own_server.endpoint, timeout_s=0.5) as client:
@@ -270,7 +270,7 @@ def test_a_call_moves_to_the_spare_connection(proxy: Proxy, prefix: str, monkeyp
 
 
 @pytest.mark.full
-def test_a_write_that_was_sent_goes_over_no_other_connection(proxy: Proxy, prefix: str):
+def test_a_sent_write_uses_no_other_connection(proxy: Proxy, prefix: str):
     with EtcdClient(proxy.endpoint) as client:
         client.status()
         first = client._endpoints.current()
@@ -285,9 +285,7 @@ def test_a_write_that_was_sent_goes_over_no_other_connection(proxy: Proxy, prefi
 
 @pytest.mark.seam
 @pytest.mark.parametrize("call", [name for name in CALLS if name != "write"])
-def test_an_error_brings_in_the_spare_connection_at_once(
-    server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str
-):
+def test_an_error_uses_the_spare_connection_at_once(server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch, call: str):
     """As of a member without a leader. The share of the time, and the grace, are for a connection that is silent."""
     monkeypatch.setattr(calls, "SPARE_SHARE", 2.0)  # of the time: never
     monkeypatch.setattr(calls, "GRACE_S", math.inf)  # who waits for this fails
@@ -303,9 +301,7 @@ def test_an_error_brings_in_the_spare_connection_at_once(
 
 
 @pytest.mark.seam
-def test_an_error_that_comes_just_after_the_answer_of_the_spare_is_no_silence(
-    server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_errors_after_the_spares_answer_are_no_silence(server: EtcdServer, prefix: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(calls, "SPARE_SHARE", 0.001)
     monkeypatch.setattr(calls, "GRACE_S", LIMIT_S)  # until the error comes
     answers_soon = calls._answers_soon
@@ -321,7 +317,7 @@ def test_an_error_that_comes_just_after_the_answer_of_the_spare_is_no_silence(
 
 
 @pytest.mark.full
-def test_a_connection_that_a_call_found_silent_is_known_as_that(proxy: Proxy):
+def test_a_connection_found_silent_is_known_as_that(proxy: Proxy):
     """The watches' stream then leaves it, long before gRPC's pings would notice."""
     with EtcdClient(proxy.endpoint, timeout_s=1) as client:
         client.status(timeout_s=LIMIT_S)
@@ -343,7 +339,7 @@ def test_rotation_over_endpoints(server: EtcdServer, prefix: str):
 
 @pytest.mark.full
 @pytest.mark.parametrize("deaf", ["from-the-start", "later"])
-def test_calls_go_on_when_the_endpoint_in_use_is_deaf(server: EtcdServer, proxy: Proxy, prefix: str, deaf: str):
+def test_calls_go_on_past_a_deaf_endpoint(server: EtcdServer, proxy: Proxy, prefix: str, deaf: str):
     with EtcdClient([proxy.endpoint, server.endpoint], first=0, timeout_s=10) as client:  # half of it each
         if deaf == "from-the-start":
             proxy.deaf()
@@ -474,13 +470,13 @@ def test_a_server_too_old():
             client.watch("a", start_revision=1).get(LIMIT_S)
 
 
-def test_a_server_that_speaks_grpc_but_is_no_etcd():
+def test_a_grpc_server_that_is_no_etcd():
     message = "check that the address is that of an etcd server"
     with grpc_server() as endpoint, EtcdClient(endpoint) as client, pytest.raises(UnsupportedVersion, match=message):
         client.put("a", "1")
 
 
-def test_an_outage_of_all_endpoints_is_told_of_once_for_each_that_had_answered(caplog: pytest.LogCaptureFixture):
+def test_an_outage_is_reported_once_an_endpoint(caplog: pytest.LogCaptureFixture):
     with closing(Endpoints(parse_endpoints("127.0.0.1:1,127.0.0.1:2"), None, first=0)) as endpoints, caplog.at_level("INFO"):
         endpoints.current().answered_at = time.monotonic()
         for _ in range(10):

@@ -66,7 +66,7 @@ def test_range_of_a_prefix(prefix: bytes, expected: tuple[bytes, bytes]):
 
 
 @given(prefix=st.binary(min_size=1, max_size=4), key=st.binary(min_size=1, max_size=6))
-def test_a_key_is_in_the_range_if_it_has_the_prefix(prefix: bytes, key: bytes):
+def test_a_key_is_in_its_prefixs_range(prefix: bytes, key: bytes):
     start, end = range_of_prefix(prefix)
     assert (start <= key and (end == b"\0" or key < end)) == key.startswith(prefix)
 
@@ -99,7 +99,7 @@ def test_kind_of_an_error(code: str, details: str, kind: ErrorKind, text: str):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ErrorKind if kind not in errors.TRANSIENT])
-def test_each_error_is_one_line_that_says_what_to_do(kind: ErrorKind):
+def test_each_error_is_one_line_with_advice(kind: ErrorKind):
     error = errors.fatal_error(errors.RpcFailure(kind, "etcd0:2379", "seen text"), "put /a", "ann")
     assert str(error).startswith("put /a: etcd at etcd0:2379 answered: seen text")
     assert "; " in str(error)

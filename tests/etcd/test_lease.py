@@ -103,7 +103,7 @@ def test_a_connection_that_stands_still_is_no_silence(server: EtcdServer):
         session.revoke()
 
 
-def test_a_session_outlives_a_server_that_was_away_for_longer(own_server: EtcdServer):
+def test_a_session_outlives_a_long_server_outage(own_server: EtcdServer):
     """etcd gives each lease its full time again when it comes back; only its word counts then."""
     with EtcdClient(own_server.endpoint) as client:
         session = LeaseSession(client, KEPT_S)
@@ -117,7 +117,7 @@ def test_a_session_outlives_a_server_that_was_away_for_longer(own_server: EtcdSe
         assert not session.lost.is_set()
 
 
-def test_a_callback_that_fails_does_not_stop_the_others(client: EtcdClient, caplog: pytest.LogCaptureFixture):
+def test_a_failing_callback_does_not_stop_others(client: EtcdClient, caplog: pytest.LogCaptureFixture):
     def fail(session: LeaseSession) -> None:
         raise RuntimeError("from the callback")
 
@@ -154,7 +154,7 @@ def test_a_renewer_that_fails_tells_all_sessions(
         later.revoke()
 
 
-def test_after_an_attempt_without_an_answer_the_next_one_follows_at_once(client: EtcdClient, monkeypatch: pytest.MonkeyPatch):
+def test_an_unanswered_attempt_is_followed_at_once(client: EtcdClient, monkeypatch: pytest.MonkeyPatch):
     """A leader of etcd that stops takes the others a second or two to replace; a pause after that could cost the lease."""
     session = LeaseSession(client, LONG_TTL_S)
     keep_alive = client.renewer._keep_alive

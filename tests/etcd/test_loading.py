@@ -89,7 +89,7 @@ def test_a_users_own_etcd3_stays_the_users():
 
 
 @pytest.mark.seam
-def test_a_clash_in_the_default_descriptor_pool_does_not_matter():
+def test_a_clash_in_the_descriptor_pool_is_harmless():
     """As with aetcd, pyetcd or the user's own etcd3: a file `auth.proto` that defines the same messages."""
     printed = python(
         "from google.protobuf import descriptor_pb2, descriptor_pool\n"
@@ -115,7 +115,7 @@ def test_another_distributions_etcd3_is_refused(tmp_path: Path):
     assert "\n" not in printed
 
 
-def test_a_file_written_over_by_another_distribution_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_overwritten_by_other_distributions_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from elastic_ext.etcd import vendor
     from elastic_ext.etcd.errors import ConfigError
 

@@ -42,7 +42,7 @@ def get() -> None:
 
 
 @pytest.mark.full
-def test_a_name_in_etc_hosts_needs_no_name_server(tmp_path: Path) -> None:
+def test_a_name_in_etc_hosts_needs_no_server(tmp_path: Path) -> None:
     needs("unshare", "ip")
     required(os.geteuid() == 0, "needs root for a network namespace")
     script = SILENT.format(command=shlex.join([sys.executable, "-c", GET]))

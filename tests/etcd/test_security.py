@@ -71,14 +71,14 @@ def test_tls_that_fails(tls_server: EtcdServer, certificates: Certificates, file
 
 
 @pytest.mark.full
-def test_http_to_a_tls_server_and_the_other_way_round(server: EtcdServer, tls_server: EtcdServer, certificates: Certificates):
+def test_http_to_a_tls_server_and_conversely(server: EtcdServer, tls_server: EtcdServer, certificates: Certificates):
     for endpoint, tls in ((tls_server.endpoint, None), (server.endpoint, certificates.tls())):
         with EtcdClient(endpoint, tls=tls, timeout_s=3) as client, pytest.raises(Unavailable, match="http:// versus https://"):
             client.get("a")
 
 
 @pytest.mark.seam
-def test_one_endpoint_of_another_ca_does_not_stop_the_rest(tmp_path: Path, tls_server: EtcdServer, certificates: Certificates):
+def test_one_endpoint_of_another_ca_is_skipped(tmp_path: Path, tls_server: EtcdServer, certificates: Certificates):
     others = Certificates.make(tmp_path)
     with EtcdServer(tmp_path / "etcd", certificates=others) as stranger:
         endpoints = [stranger.endpoint, tls_server.endpoint]
@@ -184,7 +184,7 @@ def await_expiry(server: EtcdServer, token: str) -> None:
 
 
 @pytest.mark.seam
-def test_token_expired_at_a_put_and_under_a_watch(ann: EtcdClient, auth_server: EtcdServer):
+def test_token_expired_at_a_put_and_watch(ann: EtcdClient, auth_server: EtcdServer):
     """The server answers a new watch with id -1 then, and is silent ever after; those that are open must not miss a thing."""
     with ann.watch("/ann/", prefix=True) as old:
         until(lambda: old.live)
@@ -230,7 +230,7 @@ def test_one_thread_authenticates_for_all(tmp_path: Path, caplog: pytest.LogCapt
 
 @pytest.mark.seam
 @pytest.mark.usefixtures("patient_grpc")
-def test_a_connection_that_stands_still_holds_up_no_token(auth_server: EtcdServer):
+def test_a_stalled_connection_holds_up_no_token(auth_server: EtcdServer):
     """Another connection gets a token of its own, and so a lease is renewed."""
     with Proxy(auth_server.client_port) as proxy, EtcdClient(proxy.endpoint, user="ann", password=SECRETS[0]) as client:
         lease_id = client.lease_grant(60).lease_id
@@ -241,7 +241,7 @@ def test_a_connection_that_stands_still_holds_up_no_token(auth_server: EtcdServe
 
 
 @pytest.mark.seam
-def test_others_go_on_with_the_old_token_while_one_call_waits_for_a_new_one(tmp_path: Path):
+def test_others_use_the_old_token_during_renewal(tmp_path: Path):
     """A call met a member that does not know the token (it was started again, say) and that is silent when asked for another."""
     with (
         server_of_root(tmp_path) as server,

@@ -133,7 +133,7 @@ def test_deaf_link_is_noticed_by_pings_alone(client: EtcdClient, proxy: Proxy, p
 
 @pytest.mark.full
 @pytest.mark.usefixtures("patient_grpc")
-def test_a_call_without_answer_moves_the_watch_at_once(client: EtcdClient, server: EtcdServer, proxy: Proxy, prefix: str):
+def test_an_unanswered_call_moves_the_watch_at_once(client: EtcdClient, server: EtcdServer, proxy: Proxy, prefix: str):
     """Not when gRPC notices."""
     with EtcdClient([proxy.endpoint, server.endpoint], first=0) as far, far.watch(prefix) as watch:
         until(lambda: watch.live)
@@ -224,7 +224,7 @@ def test_snapshot_again_after_the_history_was_lost(own: EtcdClient, own_server: 
         assert item.events[0].kv.key == b"a/new"
 
 
-def test_a_snapshot_that_cannot_be_read_is_tried_again(server: EtcdServer, prefix: str):
+def test_an_unreadable_snapshot_is_tried_again(server: EtcdServer, prefix: str):
     with Proxy(server.client_port) as proxy, EtcdClient(proxy.endpoint, timeout_s=0.3) as far:
         proxy.stop()
         with far.watch_with_snapshot(prefix) as watch:

@@ -69,7 +69,7 @@ def handled(events: Events) -> threading.Semaphore:
 # The table.
 
 
-def test_the_schema_is_one_and_refuses_what_is_no_event():
+def test_the_schema_is_valid_and_refuses_other_events():
     jsonschema.Draft202012Validator.check_schema(EVENT_SCHEMA)
     assert EVENT_SCHEMA["properties"]["schema"] == {"const": event_table.SCHEMA}
     assert all(event.get("required", []) == list(event["properties"]) for event in (EVENT_SCHEMA, *EVENTS.values()))
@@ -118,7 +118,7 @@ def test_secrets_and_forged_lines_do_not_get_in():
 
 
 @pytest.mark.parametrize("length", range(event_table.MAX_TEXT - 20, event_table.MAX_TEXT))
-def test_a_secret_that_the_limit_cuts_does_not_get_in(length):
+def test_a_secret_cut_by_the_limit_stays_out(length):
     reason = "x" * (length - 1) + " https://user:hunter44@host/x"
     line = json.dumps(event_table.record("node_refused", SOURCE, EventTime(0.0, 0.0, 0), {"reason": reason}))
     assert "hunter" not in line
@@ -183,7 +183,7 @@ def test_a_link_is_not_followed(tmp_path, caplog):
     assert caplog.text.count("events are dropped until it works") == 1
 
 
-def test_a_full_disk_loses_events_and_says_how_many(tmp_path):
+def test_a_full_disk_loses_events_and_counts_them(tmp_path):
     """The limit of a file's size makes real half lines, as a full disk does."""
     path, limit = tmp_path / "events", 1000
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -212,7 +212,7 @@ def test_a_full_disk_loses_events_and_says_how_many(tmp_path):
     assert found[-2]["count"] == 20 - written
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody(tmp_path):
+def test_a_reader_that_stops_holds_up_nothing(tmp_path):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     events = open_events(path, most=10)
@@ -263,7 +263,7 @@ signal.pause()
 
 
 @pytest.mark.seam
-def test_the_events_and_spans_of_a_crash_and_of_a_bug(tmp_path):
+def test_events_and_spans_of_crash_and_bug(tmp_path):
     """A worker is killed, the job recovers, and a bug ends it. Torch's own events are there, too."""
     pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
     (tmp_path / "job.py").write_text(STEPS)
@@ -356,7 +356,7 @@ def test_the_events_of_a_hang(tmp_path):
 
 
 @pytest.mark.full
-def test_the_events_of_two_nodes_of_which_one_leaves(server, tmp_path):
+def test_events_of_two_nodes_when_one_leaves(server, tmp_path):
     """On etcd. Both write to one file, and number the rounds alike."""
     gate = Gate(tmp_path / "gate")
     command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]

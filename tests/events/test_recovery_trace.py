@@ -55,7 +55,7 @@ def test_a_failure_before_the_first_step_prolongs_it():
     assert recovery.seconds() == {"stop": 2, "start": 2, "first_step": 9}
 
 
-def test_a_verdict_says_more_than_the_end_of_a_round():
+def test_a_verdict_says_more_than_a_rounds_end():
     trace = RecoveryTrace()
     trace.ran(1.0)
     trace.stopped_for(Cause(reason="the job hangs"))
@@ -127,7 +127,7 @@ def test_spans_in_the_users_own_provider():
     }
 
 
-def test_an_item_that_fails_does_not_end_the_thread(tmp_path, caplog):
+def test_a_failing_item_does_not_end_the_thread(tmp_path, caplog):
     sent: list[int] = []
 
     def send(item: int) -> None:

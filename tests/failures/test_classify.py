@@ -301,7 +301,7 @@ def test_the_table_row_by_row(rule, kind, decision, evidence):
     assert diagnosis.fingerprint
 
 
-def test_every_rule_has_a_row_and_the_last_matches_everything():
+def test_every_rule_has_a_row_the_last_all():
     assert [rule.name for rule in RULES] == list(dict.fromkeys(rule.name for rule in RULES))
     assert {rule.name for rule in RULES} == {row[0] for row in ROWS}
     assert [rule.tier for rule in RULES] == sorted(rule.tier for rule in RULES)
@@ -365,7 +365,7 @@ def test_a_traceback_on_stderr_is_the_exception(prefix, more):
     )
 
 
-def test_a_traceback_that_was_survived_is_not_the_exception():
+def test_a_survived_traceback_is_not_the_exception():
     assert classify(killed("SIGKILL", stderr_tail=TRACEBACK)).rule == "killed"
     assert classify(killed("SIGSEGV", stderr_tail=TRACEBACK)).rule == "crash"
 
@@ -389,7 +389,7 @@ WATCHDOG = "terminate called after throwing an instance of 'c10::DistBackendErro
         (f"{WATCHDOG}{TRACEBACK}", {"signal": "SIGABRT"}, "code-always"),
     ],
 )
-def test_a_traceback_after_which_the_script_went_on_stops_no_job(prefix, tail, more, rule):
+def test_a_traceback_before_more_output_stops_no_job(prefix, tail, more, rule):
     """A destructor's or a thread's, hours before a watchdog ends the process because of a lost peer."""
     lines = "".join(f"{prefix}{line}\n" for line in tail.splitlines())
     assert classify(Evidence(0, stderr_tail=lines, **more)).rule == rule
@@ -405,7 +405,7 @@ def test_a_traceback_after_which_the_script_went_on_stops_no_job(prefix, tail, m
         "RuntimeWarning: too many open files",
     ],
 )
-def test_what_a_script_survived_does_not_explain_the_abort_of_a_watchdog(printed):
+def test_what_was_survived_does_not_explain_an_abort(printed):
     """Else a victim of another node's failure stands for it, and the second time as a bug."""
     for words in (WATCHDOG, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL", "x\n" + IGNORED + WATCHDOG):
         assert classify(wrote(f"{printed}\n{words}")).rule == "peer-gone"
@@ -421,13 +421,13 @@ def test_what_a_script_survived_does_not_explain_the_abort_of_a_watchdog(printed
     ],
 )
 @pytest.mark.parametrize("printed", ["step 1\n", "loss is nan, skipping step\n", f"{IGNORED}step 2\n"])
-def test_the_last_words_of_a_watchdog_explain_its_abort(printed, what, rule):
+def test_a_watchdogs_end_of_output_explains_its_abort(printed, what, rule):
     """They may be those of a call that failed in it, which no script has survived."""
     words = f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  [Rank 3] {what}\n"
     assert classify(wrote(f"{printed}[Rank 3] watchdog thread terminated with exception: {what}\n{words}")).rule == rule
 
 
-def test_the_error_file_wins_over_stderr_and_a_known_exception_over_other_text():
+def test_error_file_before_stderr_exception_before_other_text():
     assert classify(raised("KeyError", stderr_tail=TRACEBACK)).rule == "arguments"
     assert classify(raised("KeyError", stderr_tail="gloo: Connection reset by peer")).rule == "arguments"
     assert classify(raised("RuntimeError", "failed", stderr_tail="CUDA out of memory")).rule == "device-memory"
@@ -448,7 +448,7 @@ PEER = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
         ("OSError: [Errno 28] No space left on device", "disk-full"),
     ],
 )
-def test_beside_an_exception_of_the_script_stderr_says_only_what_no_script_survives(tail, rule):
+def test_beside_an_exception_only_fatal_stderr_counts(tail, rule):
     diagnosis = classify(raised("RuntimeError", "my bug", stderr_tail=f"{tail}\n"))
     assert diagnosis.rule == rule
     assert "raised RuntimeError: my bug" in diagnosis.reason
@@ -464,7 +464,7 @@ def test_beside_an_exception_of_the_script_stderr_says_only_what_no_script_survi
         (("KeyError: 'x'",), "no-evidence"),  # it was only being handled: its type is not that of what ended the script
     ],
 )
-def test_the_causes_of_an_exception_that_no_rule_knows(causes, rule):
+def test_causes_of_an_exception_without_a_rule(causes, rule):
     evidence = Evidence(0, 1, exception=RaisedException("TrainFailed", "m", ("train.py:88 in step",), causes))
     assert classify(evidence).rule == rule
     known = replace(evidence, exception=replace(evidence.exception, type="KeyError"))
@@ -488,11 +488,11 @@ def test_the_causes_of_an_exception_that_no_rule_knows(causes, rule):
         ({"exit_code": 1, "exception": RaisedException("SystemExit", "failed: 'x'"), "stderr_tail": TRACEBACK}, "no-evidence"),
     ],
 )  # fmt: skip
-def test_what_was_only_printed_stops_no_job_and_explains_no_signal(more, rule):
+def test_printed_text_stops_no_job_explains_no_signal(more, rule):
     assert classify(Evidence(0, first_step_done=False, **more)).rule == rule
 
 
-def test_who_refuses_is_heard_through_the_errors_of_its_client():
+def test_a_refusal_is_heard_through_its_clients_errors():
     inner = Wrapped("httpx.HTTPStatusError", "Client error '401 Unauthorized' for url 'https://huggingface.co/x'")
     gated = RaisedException("huggingface_hub.errors.GatedRepoError", "401 Client Error.", wrapped=(inner,))
     assert classify(Evidence(0, 1, exception=gated, first_step_done=False)).rule == "access-refused-at-start"
@@ -526,7 +526,7 @@ def test_a_class_counts_as_its_bases():
         assert classify(Evidence(0, 1, exception=RaisedException("mine.Odd", "m", bases=bases))).rule == (rule or "no-evidence")
 
 
-def test_lines_of_ours_are_no_evidence_about_the_script():
+def test_our_lines_are_no_evidence_about_the_script():
     ours = f"elastic_ext: no more copies in memory: {PEER}\n"
     trace = "".join(f"elastic_ext: {line}\n" for line in TRACEBACK.splitlines())
     configured = f"WARNING:elastic_ext.checkpoints.memory.saver:{ours}"
@@ -626,7 +626,7 @@ def test_any_evidence_gets_a_diagnosis_and_a_decision(evidence):
     assert (decision.exit_code is None) == (decision.action is policy.Action.RESTART)
 
 
-def test_what_is_shown_of_a_failure_cannot_steer_a_terminal_or_forge_a_line():
+def test_shown_failures_cannot_steer_terminals_or_forge_lines():
     hostile = "\x1b[2J\x9b1mx\ry\u202ez\udce9"
     told = classify(Evidence(0, exit_code=1, exception=RaisedException("E" + hostile, hostile + "\nline", (hostile,))))
     assert told.reason.isprintable()
@@ -637,7 +637,7 @@ def test_what_is_shown_of_a_failure_cannot_steer_a_terminal_or_forge_a_line():
     assert classify(ended(1), [rule]).reason.isprintable()
 
 
-def test_what_an_error_file_says_is_kept_within_bounds(tmp_path):
+def test_an_error_files_text_stays_within_bounds(tmp_path):
     """Records of the job hold it: etcd refuses a request of more than 1.5 MB."""
     path = tmp_path / "error.json"
     extra = {"timestamp": "1", "py_callstack": ""}
@@ -649,7 +649,7 @@ def test_what_an_error_file_says_is_kept_within_bounds(tmp_path):
         assert len(ledger.encode_report(ledger.Report("h", told))) < 100_000
 
 
-def test_the_fingerprint_holds_what_stays_and_not_what_varies():
+def test_the_fingerprint_holds_only_what_stays():
     def of(message, *frames):
         return classify_module.of_exception(RaisedException("E", message, frames or ("train.py:88 in step",)))
 
@@ -679,7 +679,7 @@ def test_the_fingerprint_holds_what_stays_and_not_what_varies():
     assert classify(killed("SIGSEGV")).fingerprint != classify(killed("SIGBUS")).fingerprint
 
 
-def test_a_worker_that_the_agent_stopped_never_stands_for_the_one_that_failed():
+def test_a_stopped_worker_never_stands_for_the_failed():
     stopped = classify(killed("SIGTERM", stopped_by_agent=True, ended_ns=100))
     for failed in (
         raised(
@@ -741,7 +741,7 @@ def test_the_earliest_of_equals_is_the_cause():
     assert root_cause([late, early]) == early
 
 
-def test_across_nodes_the_order_counts_and_not_the_clocks():
+def test_across_nodes_the_order_counts_not_clocks():
     first = replace(classify(Evidence(0, signal="SIGSEGV", node="n1", ended_ns=2000)), order=7)
     second = replace(classify(Evidence(1, signal="SIGKILL", node="n2", ended_ns=10)), order=8)
     cascade = replace(classify(Evidence(2, signal="SIGTERM", stopped_by_agent=True)), order=1)
@@ -807,7 +807,7 @@ def test_an_error_file_of_the_bootstrap(tmp_path):
         b'{"message": "' + b"x" * MAX_ERROR_FILE_BYTES + b'"}',
     ],
 )
-def test_a_broken_error_file_is_told_and_not_used(tmp_path, content):
+def test_a_broken_error_file_is_reported_unused(tmp_path, content):
     file = tmp_path / "error.json"
     file.write_bytes(content)
     read = read_error_file(str(file))
@@ -847,7 +847,7 @@ def test_random_bytes(tmp_path):
 TEXTS = sorted({text for rule in RULES for one in rule.texts for text in ([one] if isinstance(one, str) else one)})
 
 
-def test_the_texts_of_the_table_are_found_in_any_case_and_their_near_misses_are_not():
+def test_the_tables_texts_match_without_near_misses():
     random_ = random.Random(5)
     seen = set()
     for _ in range(2000):
@@ -860,7 +860,7 @@ def test_the_texts_of_the_table_are_found_in_any_case_and_their_near_misses_are_
     assert not any(contains(SearchText("\xff\x00" * 40_000), (text,)) for text in TEXTS)
 
 
-def test_all_of_several_texts_must_be_in_one_line():
+def test_several_texts_must_share_one_line():
     assert contains(SearchText("a\nNVLink: a FATAL error\nb"), (("nvlink", "fatal"),))
     assert not contains(SearchText("nvlink\nfatal"), (("nvlink", "fatal"),))
 

@@ -61,7 +61,7 @@ def test_the_pairs_and_who_leaves(silent, pairs, leaves):
         assert choose_cut(found[::-1], ORDER, HOSTS) == (cut, node)
 
 
-def test_of_two_that_do_not_answer_each_other_the_one_that_has_waited_longer_tells():
+def test_of_a_silent_pair_the_longer_waiter_reports():
     found = reaches(b="c", c="b")
     longer = Silent(4, ADDRESSES["b"], 25.0)
     assert find_cuts({**found, "c": Reach((ADDRESSES["c"],), (longer,))})[0].silent == longer
@@ -97,7 +97,7 @@ def judged(*rounds: dict[str, Reach], rules: Circumstances = RULES, steps: Itera
     return verdicts
 
 
-def test_the_first_hang_names_the_pair_and_the_second_one_makes_one_of_the_two_leave():
+def test_the_first_hang_names_a_pair_only():
     first, second = judged(reaches(b="c"), reaches(c="b"), steps=(5, 0))
     assert (first.decision.response, first.decision.kind, first.cut) == (Response.RESTART, "network", ("host-b", "host-c"))
     assert first.decision.reason.startswith(
@@ -112,7 +112,7 @@ def test_the_first_hang_names_the_pair_and_the_second_one_makes_one_of_the_two_l
 ENOUGH = dataclasses.replace(RULES, max_restarts=99)
 
 
-def test_a_hang_between_two_others_or_of_another_kind_is_no_second_one():
+def test_a_hang_of_others_is_no_second_one():
     verdicts = judged(reaches(b="c"), reaches(a="d"), reaches(a="52.1.2.3"), rules=ENOUGH)
     assert [verdict.decision.rule for verdict in verdicts] == ["network-cut", "network-cut", "hang"]
     assert verdicts[2].cut == ()
@@ -137,19 +137,19 @@ EXPIRED = dataclasses.replace(ENOUGH, charges=0)
         ((CUT, OTHER, CUT), ENOUGH, "network-cut"),  # not one after the other
     ],
 )
-def test_where_progress_is_not_known_a_cut_counts_only_right_after_another(steps, rounds, rules, last):
+def test_with_progress_unknown_only_consecutive_cuts_count(steps, rounds, rules, last):
     verdicts = judged(*rounds, rules=rules, steps=steps[: len(rounds)], resumed_at=None)
     assert verdicts[-1].decision.rule == last
     assert ("was cut off like this the last time, too; host-c leaves" in verdicts[-1].decision.reason) == (last == "cut-again")
 
 
-def test_steps_that_surely_came_to_nothing_count_whenever_they_were():
+def test_steps_lost_for_certain_count_at_any_time():
     verdicts = judged(CUT, OTHER, CUT, rules=EXPIRED, steps=(5, 5, 5))
     assert verdicts[-1].decision.rule == "cut-again"
     assert verdicts[-1].decision.reason.endswith("before, without progress since; host-c leaves")
 
 
-def test_who_left_at_a_cut_was_not_charged_yet_his_cut_counts_for_the_next_one():
+def test_one_that_left_uncharged_still_counts_its_cut():
     rounds = (reaches(a="b"), reaches(a="b"), reaches(a="c"))
     verdicts = judged(*rounds, rules=ENOUGH, steps=(5, 4, 3), resumed_at=None)
     assert [each.node for each in verdicts if each.decision.response is Response.REPLACE_NODE] == ["b", "a"]
@@ -173,7 +173,7 @@ def test_the_host_that_is_in_all_pairs_leaves(rounds, leave):
     assert all(each.decision.rule in ("network-cut", "cut-again") for each in verdicts)
 
 
-def test_nobody_leaves_a_job_that_cannot_run_without_one():
+def test_a_job_that_needs_all_loses_none():
     _, second = judged(reaches(b="c"), reaches(b="c"), rules=dataclasses.replace(RULES, min_nodes=4))
     assert (second.decision.response, second.decision.charged) == (Response.RESTART, True)
     assert "the job cannot run without it" in second.decision.reason
@@ -181,7 +181,7 @@ def test_nobody_leaves_a_job_that_cannot_run_without_one():
     assert judged(reaches(b="c"), reaches(b="c"), rules=spare)[1].decision.response is Response.REPLACE_NODE
 
 
-def test_what_nodes_told_while_they_waited_counts_although_their_connections_are_gone_by_the_report():
+def test_reports_while_waiting_outlive_their_connections():
     """The first agent to end its workers resets those of the others, which may be gone when their agents look."""
     told = {id_: Reach(each.addresses, tuple(Silent(NO_RANK, one.address, 0.0) for one in each.silent))
             for id_, each in reaches(a="b", b="c").items()}  # fmt: skip
@@ -197,13 +197,13 @@ def test_all_cuts_of_one_node_are_counted():
     assert "(and 2 more between hosts of the job)" in judged(reaches(a="c", b="c", c="d"))[0].decision.reason
 
 
-def test_a_broken_gpu_of_a_node_that_hangs_is_still_the_cause():
+def test_a_hanging_nodes_broken_gpu_is_the_cause():
     """Every worker waits for it, whoever cannot reach whom."""
     (verdict,) = judged(reaches(b="c"), xids=(79,))
     assert (verdict.decision.rule, verdict.cut) == ("xid-replace", ())
 
 
-def test_a_worker_that_the_others_surely_wait_for_is_still_the_cause():
+def test_an_awaited_worker_is_still_the_cause():
     (verdict,) = judged(reaches(b="c"), hang_blame=(detector.CERTAIN, 5, 0, 0))
     assert (verdict.decision.rule, verdict.cut) == ("hang", ())
     (verdict,) = judged(reaches(b="c"), hang_blame=(detector.LIKELY, 5, 0, 0))
@@ -229,7 +229,7 @@ def test_a_worker_that_the_others_surely_wait_for_is_still_the_cause():
         ("completion from peer " + "9" * 100 + "<1> with status=12", ""),
     ],
 )
-def test_a_peer_that_no_longer_acknowledges_is_known_by_nccls_words(text, addresses):
+def test_nccls_words_reveal_a_peer_without_acknowledgement(text, addresses):
     assert unanswered((text, f"[0] {text}\n{text}"), 5) == tuple(Silent(5, each, 0.0) for each in addresses.split())
 
 
@@ -268,7 +268,7 @@ def of_nccl(silent: str, resumed_at: int = 0) -> dict[str, Report]:
         (("a:10.9.9.9",) * 3, True, ("peer-gone",) * 3, "a"),  # of no host of the job
     ],
 )
-def test_a_node_with_a_bad_link_leaves_if_it_comes_back(rounds, progress, rules, last):
+def test_a_bad_link_that_returns_costs_the_node(rounds, progress, rules, last):
     """At once without progress; else if it is in more pairs than chance explains. All fail at once: a reports first.
 
     progress: between two failures; None: between the first two alone.
@@ -286,7 +286,7 @@ def test_a_node_with_a_bad_link_leaves_if_it_comes_back(rounds, progress, rules,
     assert ledger.failures[-1].kind == "network"
 
 
-def test_a_suspect_of_one_pair_alone_stays_and_the_reason_says_why():
+def test_a_suspect_of_one_pair_stays_with_reason():
     ledger = Ledger()
     for number in range(3):
         ledger, verdict = judge(
@@ -296,7 +296,7 @@ def test_a_suspect_of_one_pair_alone_stays_and_the_reason_says_why():
     assert stays in verdict.decision.reason
 
 
-def test_a_node_that_has_nothing_to_report_is_missed_all_the_same():
+def test_a_node_with_nothing_to_report_is_missed():
     ledger, hosts, places = Ledger(), {"c": HOSTS["c"]}, {"c": Reach((ADDRESSES["c"],))}
     found = []
     for number, silent in enumerate(("a:c", "b:c")):

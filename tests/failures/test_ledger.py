@@ -53,7 +53,7 @@ def again(reports, times, rules=RULES):
     return ledger, verdicts
 
 
-def test_of_a_hang_the_rank_in_another_collective_is_named():
+def test_a_hangs_rank_in_another_collective_is_named():
     """Over all nodes: each of them alone sees nothing wrong. All records travel as JSON."""
     operations = {0: "all_reduce", 1: "all_reduce", 2: "all_reduce", 3: "all_gather"}
 
@@ -74,7 +74,7 @@ def test_of_a_hang_the_rank_in_another_collective_is_named():
     assert "all_" not in verdict.decision.reason
 
 
-def test_of_a_hang_with_a_lost_node_no_rank_is_missed_in_a_group_that_it_is_not_in():
+def test_a_rank_outside_a_group_is_not_missed():
     """Ranks 4 to 7 are lost. Each second rank is in one group, of as many ranks as have reported."""
     found = [Collective(rank, "all_reduce", 5, "even", 0, 4) for rank in (0, 2)]
     found += [Collective(rank, "all_gather", 9, "odd", 1, 4) for rank in (1, 3)]
@@ -85,7 +85,7 @@ def test_of_a_hang_with_a_lost_node_no_rank_is_missed_in_a_group_that_it_is_not_
     assert "all_" not in verdict.decision.reason
 
 
-def test_the_nodes_that_died_of_it_do_not_outvote_the_one_that_caused_it():
+def test_victims_do_not_outvote_the_culprit():
     told = {
         "a": report("ha", **PEER, order=1, rank=0),
         "b": report("hb", "NameError", "x", order=3, rank=5),
@@ -97,12 +97,12 @@ def test_the_nodes_that_died_of_it_do_not_outvote_the_one_that_caused_it():
     assert verdict.for_node("a", "design") == verdict.decision
 
 
-def test_across_nodes_the_first_that_the_job_learnt_of_is_the_cause():
+def test_across_nodes_the_first_known_is_the_cause():
     told = {"a": report("ha", signal="SIGSEGV", order=9, ended_ns=1), "b": report("hb", signal="SIGKILL", order=8, ended_ns=2)}
     assert judge(told, Ledger(), RULES, 1)[1].node == "b"
 
 
-def test_what_the_driver_says_counts_before_what_came_first():
+def test_the_drivers_word_beats_what_came_first():
     """Kernels of other nodes trap as a GPU is gone, and their agents have nothing to ask before they report."""
     told = {"a": report("ha", **LAUNCH), "b": report("hb", signal="SIGABRT", step=5, xids=(79,), order=2)}
     assert again(told, 1)[1][0].node == "b"
@@ -110,7 +110,7 @@ def test_what_the_driver_says_counts_before_what_came_first():
     assert again(told, 1)[1][0].decision.exit_code == 65
 
 
-def test_what_died_of_a_lost_node_costs_nothing_and_without_one_it_is_charged():
+def test_victims_are_free_only_beside_a_lost_node():
     told = {"a": report("ha", **PEER), "b": report("hb", **PEER)}
     _, charged = judge(told, Ledger(), RULES, 1)
     _, free = judge(told, Ledger(), dataclasses.replace(RULES, lost=(LOST,)), 1)
@@ -132,7 +132,7 @@ GLOO = (
         ((Lost("hc", "has left"),), "node hc has left; then rank 1 raised RuntimeError: "),
     ],
 )
-def test_a_lost_node_is_the_culprit_and_its_victim_comes_second(lost, begins):
+def test_a_lost_nodes_victim_comes_second(lost, begins):
     told = {"a": report("ha", "RuntimeError", GLOO, rank=1, step=5)}
     ledger, verdict = judge(told, Ledger(), dataclasses.replace(RULES, lost=lost), 1)
     reason = verdict.decision.reason
@@ -156,7 +156,7 @@ def test_a_lost_node_is_the_culprit_and_its_victim_comes_second(lost, begins):
         ("rank 7: replay of step 812 differs", "restart", "a", 7),
     ],
 )
-def test_the_node_of_the_rank_that_computes_wrongly_is_replaced_and_no_other(message, decision, node, rank):
+def test_only_the_node_that_computes_wrongly_is_replaced(message, decision, node, rank):
     told = {
         "a": report("ha", "x.SDCReplayMismatch", message, rank=3),
         "b": dataclasses.replace(report("hb", **PEER, rank=5), ranks=(4, 5)),
@@ -202,7 +202,7 @@ def test_megatron_compares_a_step_on_two_nodes(asked_at, hosts, stopped, decisio
     assert not verdict.decision.moves_ranks
 
 
-def test_no_node_leaves_for_a_result_that_two_gpus_have_given():
+def test_a_result_of_two_gpus_costs_no_node():
     """The checkpoint that the script made to compare them may be the only one, so that it compares them again on that node."""
     correct = rerun(17, "found NaN in loss\nRank 1: Correct result (but possible Application error)!", "c")
     _, (first, second) = again(correct, 2, dataclasses.replace(RULES, members=3))
@@ -210,7 +210,7 @@ def test_no_node_leaves_for_a_result_that_two_gpus_have_given():
     assert (second.decision.response.value, second.decision.exit_code) == ("stop", 65)
 
 
-def test_two_nodes_that_ask_megatron_for_another_gpu_are_no_bug():
+def test_two_requests_for_another_gpu_are_no_bug():
     told = rerun(16, ASKED, "b") | {"c": rerun(16, ASKED, "c")["c"]}
     _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, members=3), 1)
     assert verdict.decision.moves_ranks
@@ -244,7 +244,7 @@ NAMED = "mlx5_0 port 1 (and 1 more) of node hb went down"
         ),
     ],
 )
-def test_a_node_whose_link_went_down_is_to_blame_for_lost_peers(of_a, of_b, decision, host, said):
+def test_a_link_that_went_down_is_to_blame(of_a, of_b, decision, host, said):
     told = {"a": report("ha", **of_a, rank=1), "b": report("hb", **of_b, rank=2)}
     _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, members=3), 1)
     assert (verdict.decision.response.value, verdict.host) == (decision, host)
@@ -252,7 +252,7 @@ def test_a_node_whose_link_went_down_is_to_blame_for_lost_peers(of_a, of_b, deci
     assert not (host == "hb" and verdict.decision.moves_ranks), "the link stays with the node"
 
 
-def test_a_link_is_not_to_blame_for_a_hang_of_workers_on_one_node():
+def test_a_link_does_not_explain_a_local_hang():
     alone = dataclasses.replace(RULES, members=1)
     for how in (PEER, HUNG):
         _, verdict = judge({"a": report("ha", **how, **AWAY, rank=1)}, Ledger(), alone, 1)
@@ -260,7 +260,7 @@ def test_a_link_is_not_to_blame_for_a_hang_of_workers_on_one_node():
         assert "went down" not in verdict.decision.reason
 
 
-def test_a_link_that_flaps_again_without_progress_costs_the_node():
+def test_a_link_that_flaps_again_costs_the_node():
     told = {"a": report("ha", **PEER, rank=1, step=7), "b": report("hb", **STOPPED, **FLAP, rank=2, step=7)}
     _, (first, second) = again(told, 2, dataclasses.replace(RULES, members=3))
     assert [each.decision.response.value for each in (first, second)] == ["restart", "replace_node"]
@@ -270,7 +270,7 @@ def test_a_link_that_flaps_again_without_progress_costs_the_node():
     assert verdict.host == "hc", "a lost node explains more"
 
 
-def test_failures_whose_progress_is_unknown_are_not_without_progress():
+def test_unknown_progress_is_not_a_lack_of_progress():
     """A script that resumes from what only it knows: steps since its start say nothing."""
     ledger = Ledger()
     for number, (steps, began) in enumerate([(12, 0), (10, None), (6, None), (9, None)], 1):
@@ -284,7 +284,7 @@ def nan(copied_at=None, saved_at=None, resumed_at=0, step=61, message="loss is n
     return {"a": dataclasses.replace(told, copied_at=copied_at, saved_at=saved_at)}
 
 
-def test_a_number_out_of_range_goes_back_one_tier_at_a_time():
+def test_numbers_out_of_range_go_back_a_tier():
     """Copies of each step, a checkpoint at 20 and 55: both are tried before the job stops."""
     ledger, rules = Ledger(), Circumstances(20, nodes=1)
     ledger, first = judge(nan(copied_at=60, saved_at=55), ledger, rules, 1)
@@ -301,7 +301,7 @@ def test_a_number_out_of_range_goes_back_one_tier_at_a_time():
 @pytest.mark.parametrize(
     ("saved_at", "step", "rule"), [(900, 101, "repeated"), (900, 99, "numeric"), (900, 102, "numeric"), (950, 51, "numeric")]
 )
-def test_a_number_out_of_range_at_the_very_same_step_is_a_bug(saved_at, step, rule):
+def test_numbers_out_of_range_twice_are_a_bug(saved_at, step, rule):
     """Unless the checkpoint may hold it: a script that looks every 50 steps sees that at the same step each time."""
     ledger, rules = Ledger(), Circumstances(20, nodes=1)
     ledger, _ = judge(nan(copied_at=1000, saved_at=saved_at, step=1001), ledger, rules, 1)
@@ -329,7 +329,7 @@ def test_to_go_back_is_not_to_get_further(tries, decisions):
     assert found == decisions
 
 
-def test_a_node_that_stays_marks_the_checkpoint_of_one_that_leaves_for_a_nan():
+def test_a_staying_node_marks_the_checkpoint():
     rules = dataclasses.replace(RULES, nodes=3, min_nodes=2, members=3)
     told = {"b": report("hb", **STOPPED, rank=2, step=61), "a": report("ha", "FloatingPointError", "loss is nan", 0, step=61)}
     _, (first, second) = again(told, 2, rules)
@@ -338,7 +338,7 @@ def test_a_node_that_stays_marks_the_checkpoint_of_one_that_leaves_for_a_nan():
     assert (second.node, second.refused_by) == ("a", "b")
 
 
-def test_a_bug_that_was_first_explains_what_scripts_end_with_elsewhere():
+def test_a_bug_explains_other_exit_codes():
     bug = report("ha", "KeyError", "'x'", order=1, rank=0)
     broken = classify(Evidence(rank=3, node="hb", xids=(79,)))
     own = classify(Evidence(rank=3, node="hb", exit_code=14))
@@ -383,17 +383,17 @@ def test_what_numbers_out_of_range_go_back_to(tiers, before, back, to):
     assert (found.checkpoint, found.to) == (bool(back), to)
 
 
-def test_a_checkpoint_with_a_new_generation_of_the_same_step_is_tried_again():
+def test_a_new_generation_of_a_step_is_tried():
     earlier = (PastFailure("f", kind="numeric", gone_back_to=40), PastFailure("f", kind="numeric"))
     assert not going_back(60, 40, earlier).checkpoint
 
 
-def test_a_real_cause_beside_a_lost_node_is_still_the_cause():
+def test_a_cause_beside_a_lost_node_still_counts():
     told = {"a": report("ha", **PEER), "b": report("hb", "NameError", "x")}
     assert judge(told, Ledger(), dataclasses.replace(RULES, lost=(LOST,)), 1)[1].ends_job
 
 
-def test_the_budget_is_the_jobs_and_not_the_nodes():
+def test_the_budget_is_the_jobs_not_the_nodes():
     ledger = Ledger()
     for number in range(4):
         told = {f"n{number}": report(f"h{number}", exit_code=20 + number)}
@@ -408,7 +408,7 @@ def test_a_preemption_is_free():
     assert verdicts[-1].restarts == 0
 
 
-def test_a_script_that_asks_for_another_try_for_ever_spends_the_budget():
+def test_endless_requests_for_a_try_spend_the_budget():
     """exit 75 at the same step each time: five restarts are free, three are the budget."""
     _, verdicts = again({"a": report("ha", exit_code=75, step=7, resumed_at=0)}, 9)
     assert [verdict.restarts for verdict in verdicts] == [0, 0, 0, 0, 0, 1, 2, 3, 3]
@@ -432,7 +432,7 @@ def test_the_same_failure_stops_a_job_without_limit(failure, times, rule):
 
 
 @pytest.mark.parametrize("moves", [True, False])
-def test_without_limit_other_failures_restart_as_long_as_there_is_progress(moves):
+def test_without_limit_progress_allows_more_restarts(moves):
     ledger, ends = Ledger(), []
     for number in range(30):
         told = {"a": report("ha", exit_code=20 + number, step=7, resumed_at=10 * number if moves else 0)}
@@ -442,14 +442,14 @@ def test_without_limit_other_failures_restart_as_long_as_there_is_progress(moves
     assert moves == ("no limit" in verdict.decision.reason)
 
 
-def test_a_checkpoint_that_came_since_gives_the_budget_back():
+def test_a_later_checkpoint_gives_the_budget_back():
     ledger = Ledger()
     for resumed_at, charged in ((0, 1), (0, 2), (5, 1), (5, 2), (9, 1)):
         ledger, verdict = judge({"a": report("ha", exit_code=40 + len(ledger.failures), resumed_at=resumed_at)}, ledger, RULES, 1)
         assert verdict.restarts == charged
 
 
-def test_a_node_that_fails_twice_the_same_way_leaves_and_the_others_stay():
+def test_a_node_that_fails_twice_alike_leaves():
     _, (first, second) = again({"a": report("ha", signal="SIGSEGV", step=3, resumed_at=0)}, 2)
     assert first.decision.response is Response.CONFIRM
     assert (second.decision.response, second.ends_job) == (Response.REPLACE_NODE, False)
@@ -495,26 +495,26 @@ def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank
         ("aaaaaaaa", 2, True),
     ],
 )
-def test_a_node_that_fails_too_often_for_chance_leaves_whatever_progress_is_made_in_between(hosts, nodes, leaves):
+def test_too_many_failures_for_chance_cost_the_node(hosts, nodes, leaves):
     *before, last = with_progress(hosts, nodes)
     assert set(before) <= {"bus-error"}
     assert last == ("bad-node" if leaves else "bus-error")
 
 
 @pytest.mark.parametrize("nodes", [(2, 2, 2, 64), (64, 2, 2, 64), (64, 64, 64, 2)])
-def test_failures_among_few_nodes_are_judged_as_among_few(nodes):
+def test_few_failing_nodes_are_judged_among_few(nodes):
     assert with_progress("abaa", nodes) == ["bus-error"] * 4
     assert with_progress("abaa", (64,) * 4)[-1] == "bad-node"
 
 
-def test_other_failures_of_a_bad_node_count_as_well_and_it_stays_where_no_other_can_replace_it():
+def test_a_bad_nodes_other_failures_count_too():
     several = {"signal": "SIGBUS"}, {"exit_code": 1, "xids": (94,)}, {"signal": "SIGSEGV"}
     assert with_progress("aaa", 64, failures=several) == ["bus-error", "xid-restart", "bad-node"]
     assert with_progress("aaa", 64, spares=0) == ["bus-error"] * 3
     assert with_progress("aaa", 1) == ["bus-error"] * 3
 
 
-def test_a_node_is_not_blamed_for_a_rank_that_fails_on_other_nodes_too():
+def test_a_rank_failing_on_many_nodes_clears_them():
     assert with_progress("aa", 2048) == ["bus-error", "bad-node"]
     assert with_progress("baaa", 2048, rank=7) == ["bus-error"] * 4
     # In a job that is submitted again a node may have its old ranks again, so nothing shows whether they fail or the node.
@@ -535,7 +535,7 @@ STALE = {"type_": "OSError", "message": "[Errno 116] Stale file handle: '/data'"
         ("abc", (7, 8, 9), "ill ill ill", "111"),
     ],
 )
-def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(hosts, ranks, rules, moves):
+def test_a_repeatedly_bad_mount_differs_from_its_rank(hosts, ranks, rules, moves):
     ledger, found = Ledger(), []
     for number, (host, rank) in enumerate(zip(hosts, ranks, strict=True)):
         told = {host: report(host, **STALE, rank=rank, step=5, resumed_at=10 * number)}
@@ -561,7 +561,7 @@ def test_a_mount_of_one_node_that_fails_again_and_again_is_told_from_its_rank(ho
         ({"signal": "SIGKILL"}, 1),
     ],
 )
-def test_no_node_leaves_for_what_only_rank_0_meets(failure, exit_code):
+def test_what_only_rank_0_meets_costs_no_node(failure, exit_code):
     """It meets it wherever it runs, after its first step. What one node causes makes that one leave, whichever ranks it has."""
 
     def decisions(of_rank):
@@ -580,7 +580,7 @@ def test_no_node_leaves_for_what_only_rank_0_meets(failure, exit_code):
 @pytest.mark.parametrize(
     ("second", "ends"), [(("hb", 0), ("stop", 65)), (("ha", 8), ("replace_node", 69))], ids=["its data", "its GPU"]
 )
-def test_a_nan_of_one_rank_shows_whether_it_follows_the_node(second, ends):
+def test_a_nan_shows_whether_it_follows_its_node(second, ends):
     ledger, four, found = Ledger(), dataclasses.replace(RULES, nodes=5, min_nodes=4, members=4), []
     for number, (host, rank) in enumerate((("ha", 0), second)):
         told = {host: report(host, "FloatingPointError", "loss is nan", rank=rank, step=40, resumed_at=0)}
@@ -590,7 +590,7 @@ def test_a_nan_of_one_rank_shows_whether_it_follows_the_node(second, ends):
     assert found == [("confirm", None), ends]
 
 
-def test_a_job_whose_nodes_are_lost_again_and_again_without_progress_leaves_with_75():
+def test_repeated_losses_without_progress_end_with_75():
     """Its script may bring them down: each such restart is free of charge. Steps of some scripts are not counted."""
     lost = dataclasses.replace(RULES, lost=(LOST,))
     stuck, trains, uncounted = Ledger(), Ledger(), Ledger()
@@ -609,7 +609,7 @@ def test_a_job_whose_nodes_are_lost_again_and_again_without_progress_leaves_with
 @pytest.mark.parametrize(
     ("preset", "codes"), [("design", (69, 75)), ("kubeflow", (197, 203)), ("stock", (1, 1))], ids=lambda value: str(value)
 )
-def test_only_the_bad_node_has_its_code_where_the_job_cannot_run_without_it(preset, codes):
+def test_an_indispensable_bad_node_alone_has_its_code(preset, codes):
     """A scheduler keeps nodes with 69 out of the next run: all of the job would be none."""
     needs_all = Circumstances(NO_LIMIT, nodes=2, min_nodes=2, members=2, exit_codes=preset)
     told = {"a": report("ha", exit_code=14, step=5, xids=(79,)), "b": report("hb", signal="SIGTERM", step=5, order=2)}
@@ -632,7 +632,7 @@ LAUNCH = {"type_": "torch.AcceleratorError", "message": "CUDA error: unspecified
     ],
 )
 @pytest.mark.parametrize("preset", ["design", "stock"])
-def test_only_a_node_that_is_to_be_replaced_is_reported_as_bad(hosts, rules, replaced, preset):
+def test_only_a_node_to_be_replaced_is_bad(hosts, rules, replaced, preset):
     """By bad_node_command, which may drain its host: a failure that ends the job is no proof."""
     ledger, unlimited = Ledger(), Circumstances(NO_LIMIT, nodes=3, min_nodes=2, members=3, exit_codes=preset)
     for number, host in enumerate(hosts):
@@ -642,7 +642,7 @@ def test_only_a_node_that_is_to_be_replaced_is_reported_as_bad(hosts, rules, rep
     assert "".join(node for node in "abc" if verdict.replaces(node)) == replaced
 
 
-def test_a_rank_that_has_failed_elsewhere_costs_no_node():
+def test_a_rank_that_failed_elsewhere_costs_no_node():
     """Rank 0 alternates between two nodes, and each time it gets to another step."""
     ledger = Ledger()
     for number, (host, step) in enumerate((("ha", 16), ("hb", 13), ("ha", 14))):
@@ -665,7 +665,7 @@ MISSING = {"type_": "FileNotFoundError", "message": "[Errno 2] No such file or d
         ([("hd", 0, 8), ("hd", 0, 8)], ("stop", 65)),  # it is everyone's
     ],
 )
-def test_a_job_that_has_trained_is_not_stopped_at_once_by_what_one_node_lacks(failure, places, ends):
+def test_a_trained_job_outlives_what_one_node_lacks(failure, places, ends):
     four = dataclasses.replace(RULES, nodes=5, min_nodes=4, members=4)
     ledger, _ = judge({"a": report("ha", signal="SIGKILL", step=70, resumed_at=0)}, Ledger(), four, 1)
     found = []
@@ -680,12 +680,12 @@ def test_a_job_that_has_trained_is_not_stopped_at_once_by_what_one_node_lacks(fa
     assert found == [("confirm", None), ends]
 
 
-def test_a_bug_on_a_node_with_an_ill_mount_is_not_of_the_mount():
+def test_a_bug_beside_a_bad_mount_stays_one():
     failures = STALE, STALE, STALE, {"type_": "KeyError", "message": "'x'"}
     assert with_progress("aaaa", 64, failures=failures)[-1] == "arguments"
 
 
-def test_an_outage_of_the_storage_never_counts_beside_what_only_a_bad_node_has():
+def test_a_storage_outage_never_counts_against_a_node():
     several = STALE, STALE, {"signal": "SIGBUS"}
     assert with_progress("aaa", 64, failures=several)[-1] == "bus-error"
     assert (
@@ -707,12 +707,12 @@ def test_an_outage_of_the_storage_never_counts_beside_what_only_a_bad_node_has()
         ("abcdeaf", 2048, (6,), False),
     ],
 )
-def test_a_node_that_was_repaired_and_given_back_begins_without_failures(hosts, nodes, repaired, leaves):
+def test_a_repaired_node_begins_without_failures(hosts, nodes, repaired, leaves):
     assert with_progress(hosts, nodes, repaired=repaired)[-1] == ("bad-node" if leaves else "bus-error")
 
 
 @pytest.mark.parametrize(("ranks", "leaves"), [((3, 0), False), ((11, 0), True)])
-def test_another_worker_of_a_node_shows_nothing_where_the_node_has_the_same_ranks_again(ranks, leaves):
+def test_another_worker_with_equal_ranks_shows_nothing(ranks, leaves):
     """As in a job that was submitted again: rank 0 may have a bug."""
     ledger = Ledger()
     for number, rank in enumerate(ranks):
@@ -732,7 +732,7 @@ def test_moved_ranks_of_another_node_show_nothing():
     assert verdict.decision.rule == "bus-error"
 
 
-def test_where_a_node_failed_before_its_repair_shows_nothing_of_its_ranks_after_it():
+def test_failures_before_a_repair_show_nothing_of_ranks():
     """The job is submitted again after each further failure, so the node has rank 0 again: perhaps that has a bug."""
     ledger = Ledger()
     for number, rank in enumerate((9, 0, 0)):
@@ -744,7 +744,7 @@ def test_where_a_node_failed_before_its_repair_shows_nothing_of_its_ranks_after_
     assert "too many for chance" in verdict.decision.reason
 
 
-def test_who_is_given_back_leaves_the_other_failures_of_the_ledger_alone():
+def test_giving_back_one_leaves_other_failures_alone():
     """They say how many each other node may have by chance, and which failure is the same as another."""
     past = tuple(PastFailure("f", node=node, of_nodes=64 * counts) for node, counts in (("a", 1), ("a", 0), ("b", 1), (None, 1)))
     after = given_back(Ledger(past, 3), "a")
@@ -772,7 +772,7 @@ def hangs_of(blames, nodes=64, steps=(1, 2, 3)):
     return found
 
 
-def test_a_node_is_not_blamed_for_hangs_in_which_others_look_the_same():
+def test_hangs_that_look_alike_blame_no_node():
     """As where all ranks wait in loss.item() for NCCL: that which reports first is named, often the leader's, and may be well."""
     behind, same = ((1, 4, 0, 1), (1, 5, 0, 1)), ((1, 5, 0, 1),) * 2
     assert hangs_of(behind) == [HANG_RULE, HANG_RULE, "bad-node"]
@@ -795,7 +795,7 @@ def at_once(hosts, **failure):
         ({"type_": "my.Error"}, ["no-evidence", "same-node"], ["no-evidence", "no-evidence", "ceiling"]),
     ],
 )
-def test_a_node_is_to_blame_only_while_the_others_are_well(failure, alone, on_all):
+def test_a_node_is_blamed_while_others_are_well(failure, alone, on_all):
     """What fails on all nodes at once is named after that which reports first, as a rule the leader's."""
 
     def rules(hosts, times):
@@ -806,7 +806,7 @@ def test_a_node_is_to_blame_only_while_the_others_are_well(failure, alone, on_al
     assert rules("ab", len(on_all)) == on_all
 
 
-def test_a_failure_that_was_on_several_nodes_before_is_not_that_of_one():
+def test_failures_once_on_several_nodes_blame_none():
     segv = at_once("ab", signal="SIGSEGV")
     rules = Circumstances(NO_LIMIT, nodes=4, min_nodes=3)
     ledger, _ = judge(segv, Ledger(), rules, 1)
@@ -834,9 +834,7 @@ NAMED = dataclasses.replace(RULES, max_restarts=NO_LIMIT, lost=(LOST,))
 )
 @pytest.mark.parametrize("spares", [0, 1])
 @pytest.mark.parametrize("loss", [PEER, STORE])
-def test_no_node_leaves_because_it_reports_that_its_peer_is_gone(
-    reporters, progress, nodes, answers, spares, loss, first_step_done
-):
+def test_reporting_a_lost_peer_costs_no_node(reporters, progress, nodes, answers, spares, loss, first_step_done):
     """By names of nodes, in the order of their reports. Without progress the scheduler may try on other nodes."""
     ledger, found = Ledger(), []
     for number, hosts in enumerate(reporters.split()):
@@ -851,7 +849,7 @@ def test_no_node_leaves_because_it_reports_that_its_peer_is_gone(
 
 
 @pytest.mark.parametrize(("steps", "exit_code"), [((100, 100, 100), 1), ((100, 100, 99), 75), ((7, 7, 7), 75)])
-def test_peers_that_are_always_lost_at_the_same_step_have_a_bug(steps, exit_code):
+def test_peers_lost_at_one_step_have_a_bug(steps, exit_code):
     """A rank that has fewer batches ends well, and the others lose it: no other node and no other day would help."""
     ledger = Ledger()
     for number, step in enumerate(steps):
@@ -860,7 +858,7 @@ def test_peers_that_are_always_lost_at_the_same_step_have_a_bug(steps, exit_code
     assert ("always at the same step" in verdict.decision.reason) == (exit_code == 1)
 
 
-def test_a_named_loss_holds_nothing_against_the_lost_node_when_it_later_reports_one():
+def test_a_lost_node_may_later_report_a_loss():
     """It is back, and lives."""
     ledger, lost = judge({"a": report("ha", **PEER, step=7, resumed_at=0)}, Ledger(), NAMED, 1)
     assert (lost.host, lost.decision.response) == ("hc", Response.RESTART_FREE)
@@ -908,7 +906,7 @@ def test_what_is_no_record_is_refused(decode, text):
     assert "\n" not in str(error.value)
 
 
-def test_a_limit_for_one_kind_leaves_the_others_alone():
+def test_a_kinds_limit_leaves_others_alone():
     rules = Circumstances(NO_LIMIT, kind_limits={"network": 2})
     ledger, ended = Ledger(), []
     for number in range(3):
@@ -920,7 +918,7 @@ def test_a_limit_for_one_kind_leaves_the_others_alone():
     assert ended == ["", "", "kind-limit"]
 
 
-def test_progress_pays_for_the_limit_of_a_kind_too():
+def test_progress_pays_for_a_kinds_limit_too():
     """Two of two are spent, then a checkpoint is kept: two more, not one."""
     rules, ledger, ended = Circumstances(NO_LIMIT, kind_limits={"network": 2}), Ledger(), []
     for number, resumed_at in enumerate((0, 0, 7, 7, 7)):
@@ -943,7 +941,7 @@ def changed(random_, value):
     return random_.choice([None, True, -1, 1 << 70, 0.5, "", "\udce9\x1b[2J", "stop", [], {}, [[]], {"x": 1}, ["x"], "y" * 5000])
 
 
-def test_records_of_others_are_read_or_refused_and_never_end_the_leader(caplog):
+def test_foreign_records_never_end_the_leader(caplog):
     """10,000 reports and ledgers, with one part or several replaced by what it may not be; what is logged fits a terminal."""
     random_ = random.Random(4)
     good = report("ha", "KeyError", "x", node="ha", xids=(44,))
@@ -958,7 +956,7 @@ def test_records_of_others_are_read_or_refused_and_never_end_the_leader(caplog):
     assert [told for told in caplog.messages if not told.isprintable()] == []
 
 
-def test_the_wait_grows_to_its_limit_and_progress_ends_it():
+def test_the_wait_grows_until_progress_ends_it():
     rules = Circumstances(NO_LIMIT, backoff=Backoff(1.0, 60.0))
     ledger, waits = Ledger(), []
     for number in range(9):
@@ -971,7 +969,7 @@ def test_the_wait_grows_to_its_limit_and_progress_ends_it():
     assert Backoff(0.0, 60.0).delay_s(30, jitter=0.0) == 0
 
 
-def test_what_cannot_be_read_does_not_leave_the_job_without_a_verdict(caplog):
+def test_unreadable_records_still_leave_the_job_a_verdict(caplog):
     told = {"a": report_of("{", 3), "b": report("hb", **PEER, order=4)}
     ledger, verdict = judge(told, ledger_of('{"schema": 99}'), RULES, 1)
     assert (verdict.node, verdict.decision.kind, verdict.decision.action) == ("a", "unknown", Action.RESTART)
@@ -979,7 +977,7 @@ def test_what_cannot_be_read_does_not_leave_the_job_without_a_verdict(caplog):
     assert caplog.text.count("cannot be read") == 2
 
 
-def test_a_charge_whose_time_is_over_no_longer_counts():
+def test_a_charge_past_its_time_stops_counting():
     ledger = Ledger()
     for code in (20, 21):
         ledger, _ = judge({"a": report("ha", exit_code=code)}, ledger, Circumstances(2), code)

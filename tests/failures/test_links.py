@@ -115,7 +115,7 @@ print(history.went_down(0.0).names)
 
 
 @pytest.mark.seam
-def test_a_host_without_a_thread_to_spare_goes_on():
+def test_a_host_without_spare_threads_goes_on():
     done = subprocess.run([sys.executable, "-c", NO_THREADS], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("()\n", "")
 

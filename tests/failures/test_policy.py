@@ -298,12 +298,12 @@ def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code
         (of(exit_code=75), (3, 2), False),
     ],
 )
-def test_a_restart_moves_ranks_where_node_or_code_may_fail(diagnosis, nodes, moves):
+def test_restarts_move_ranks_where_node_or_code_failed(diagnosis, nodes, moves):
     decided = decide(diagnosis, nodes=Nodes(*nodes or (None, None)))
     assert (decided.moves_ranks, MOVED in decided.reason) == (moves, moves)
 
 
-def test_ranks_move_only_for_a_restart_of_the_same_checkpoint():
+def test_ranks_move_only_for_the_same_checkpoint():
     assert not decide(SEGV, Budget(0), nodes=Nodes(3, 2)).moves_ranks  # it stops
     assert not decide(SEGV, history=(SAME_HERE,), nodes=Nodes(3, 2)).moves_ranks  # the node leaves
     early = of(signal="SIGABRT", first_step_done=False)
@@ -346,12 +346,12 @@ def test_the_budget(diagnosis, charged, limit, action):
         (decide(of("NameError", warm=True, first_step_done=False)), False),  # it has words of its own: one cold start
     ],
 )
-def test_one_more_try_is_promised_only_where_it_comes(decided, promised):
+def test_one_more_try_is_promised_only_if_true(decided, promised):
     assert (ONE_MORE_TRY in decided.reason) == promised, decided.reason
     assert "one more try" not in decided.reason.replace(ONE_MORE_TRY, "")
 
 
-def test_the_history_of_the_evidence_is_used_where_no_other_is_given():
+def test_the_evidences_history_is_the_default():
     assert decide(of("KeyError", history=(SAME_THERE,))).rule == "repeated"
     assert decide(of("KeyError", history=(SAME_THERE,)), history=()).rule == "arguments"
 
@@ -376,13 +376,13 @@ WARM = {"warm": True, "first_step_done": False}
         (of(agent_signal="SIGINT", **WARM), 0, "stop", None, False),
     ],
 )
-def test_a_warm_start_is_no_proof_of_a_bug(diagnosis, charged, decision, rule, cold):
+def test_a_warm_start_proves_no_bug(diagnosis, charged, decision, rule, cold):
     decided = decide(diagnosis, Budget(3, charged))
     assert (decided.response.value, decided.cold) == (decision, cold), decided
     assert rule is None or decided.rule == rule
 
 
-def test_a_usual_start_that_failed_of_the_same_takes_the_blame_off_the_warm_one():
+def test_a_usual_start_failing_alike_clears_the_warm():
     warm = of("my.Trouble", "x", **WARM)
     for was_warm, rule in ((False, "repeated"), (True, "warm-start"), (None, "warm-start")):
         assert decide(warm, Budget(3, 1), (Precedent(True, False, "n1", warm=was_warm),) * 2, Nodes(1)).rule == rule
@@ -413,7 +413,7 @@ def test_a_usual_start_that_failed_of_the_same_takes_the_blame_off_the_warm_one(
         (OWN, (SAME_THERE,) * 2, 0, 0),  # the job ends
     ],
 )
-def test_the_tries_of_what_may_be_an_outage_are_spread_over_two_minutes(diagnosis, past, least_s, most_s):
+def test_tries_of_a_possible_outage_are_spread(diagnosis, past, least_s, most_s):
     for jitter, delay_s in ((0.0, least_s), (1.0, most_s)):
         assert decide(diagnosis, history=past, backoff=Backoff(), jitter=jitter).delay_s == delay_s
     assert decide(diagnosis, history=past).delay_s == 0  # backoff=0: the user does not want to wait
@@ -427,7 +427,7 @@ def test_exit_codes_of_the_presets():
     assert decide(NETWORK, exit_codes="kubeflow").exit_code is None
 
 
-def test_a_cut_says_nothing_of_the_checkpoint_that_the_round_began_with():
+def test_a_cut_says_nothing_of_the_checkpoint():
     loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
     for diagnosis, back in ((of("RuntimeError", "who knows", first_step_done=False), 1), (CUT, 0)):
         assert decide(diagnosis, history=loaded, nodes=Nodes(2, 2)).checkpoints_back == back
@@ -442,12 +442,12 @@ def test_a_cut_says_nothing_of_the_checkpoint_that_the_round_began_with():
     ],
 )
 @pytest.mark.parametrize(("evidence", "exit_code"), [({"xids": (79,)}, 69), ({"exit_code": 14}, 1), ({"xids": (94,)}, 1)])
-def test_a_broken_node_is_named_where_the_job_may_not_restart(budget, past, rule, evidence, exit_code):
+def test_a_broken_node_is_named_without_budget(budget, past, rule, evidence, exit_code):
     decided = decide(of(**evidence), budget, past, Nodes(4, 4))
     assert (decided.rule, decided.exit_code) == (rule, exit_code)
 
 
-def test_a_node_that_leaves_for_a_nan_takes_its_checkpoint_along():
+def test_leaving_for_a_nan_goes_back():
     decided = decide(of("FloatingPointError", "loss is nan", node="n1"), history=(SAME_HERE,), nodes=Nodes(3, 2))
     assert (decided.rule, decided.checkpoints_back) == ("same-node", 1)
 
@@ -473,7 +473,7 @@ BEFORE_ITS_FIRST_STEP = [
 
 
 @pytest.mark.parametrize(("diagnosis", "back"), BEFORE_ITS_FIRST_STEP)
-def test_a_checkpoint_is_blamed_only_for_what_it_can_have_caused(diagnosis, back):
+def test_a_checkpoint_is_blamed_only_for_possible_effects(diagnosis, back):
     """Else an outage of the storage, or two lost nodes while the workers load, quarantine one good checkpoint after another."""
     loaded = (Precedent(True, False, "n1", False, same_checkpoint=True),)
     for nodes in (Nodes(2, 2), Nodes(1, 1)):
@@ -482,14 +482,14 @@ def test_a_checkpoint_is_blamed_only_for_what_it_can_have_caused(diagnosis, back
         assert decide(diagnosis, history=(other,), nodes=Nodes(2, 2)).checkpoints_back == 0
 
 
-def test_a_node_that_sees_an_outage_before_the_first_step_three_times_is_not_to_blame():
+def test_an_early_outage_three_times_blames_no_node():
     for known, rule in ((False, "ceiling"), (None, "network")):
         refused = Precedent(True, known, "n1", False)
         assert decide(of("ConnectionError", first_step_done=False), Budget(5, 2), (refused, refused), Nodes(3, 2)).rule == rule
 
 
 @pytest.mark.parametrize("diagnosis", [of(signal="SIGSEGV", first_step_done=False), OWN, of("EOFError", first_step_done=False)])
-def test_a_checkpoint_that_the_job_chose_is_blamed_before_the_code_and_the_node(diagnosis):
+def test_a_chosen_checkpoint_is_blamed_before_the_code(diagnosis):
     """Twice after step_200: step_100 is tried, also if it was twice on one node. If that one fails too, it is the code."""
     once = (Precedent(True, False, "n1", False, same_checkpoint=True),)
     for nodes in (Nodes(1, 1), Nodes(3, 2)):
@@ -506,14 +506,14 @@ def test_a_checkpoint_that_the_job_chose_is_blamed_before_the_code_and_the_node(
     assert (no_budget.rule, "is tried" in no_budget.reason) == ("budget", False)
 
 
-def test_storage_that_stays_away_ends_the_job_with_try_again():
+def test_storage_that_stays_away_means_try_again():
     """Not as a failure of the script: a platform that tries again later finds everything in place."""
     again = (Precedent(True, False, "n1", False, same_checkpoint=True), Precedent(True, False, "n2", False, same_checkpoint=True))
     decided = decide(of(*LOAD_FAILED, first_step_done=False), history=again, nodes=Nodes(2, 2))
     assert (decided.rule, decided.kind, decided.exit_code) == ("ceiling", "storage", 75)
 
 
-def test_a_broken_checkpoint_is_passed_over_on_a_restart_only():
+def test_a_broken_checkpoint_is_skipped_on_restarts_only():
     broken = of("RuntimeError", "PytorchStreamReader failed reading zip archive", first_step_done=False)
     assert decide(broken).checkpoints_back == 1
     assert decide(broken, Budget(3, 3)).checkpoints_back == 0
@@ -552,7 +552,7 @@ def test_progress_in_between_counts():
     assert past_failure(of("KeyError", step=7), 3) == recorded
 
 
-def test_two_steps_are_compared_only_where_both_are_known():
+def test_two_steps_are_compared_only_if_known():
     for then, now, same in (((7, 10), (17, 0), True), ((7, 10), (18, 0), False), ((7, None), (18, 0), None)):
         (found,) = precedents(PastFailure("f", *now), [PastFailure("f", *then)])
         assert found.same_step is same
@@ -582,14 +582,14 @@ WAIT, ABORT = {"hang": True, "hang_blame": (2, 5)}, {"signal": "SIGABRT"}
         ({"signal": "SIGKILL"}, AGAIN_THERE, "killed"),  # of somebody else
     ],
 )
-def test_what_happens_again_as_only_a_bug_does_is_one(now, earlier, rule):
+def test_what_repeats_as_only_bugs_do_is_one(now, earlier, rule):
     decided = decide(of(**{"step": 10, **now}), history=(earlier,), nodes=Nodes(3, 2))
     codes = {"repeated": 1 if now is WAIT else 65, "same-node": 69}  # of a hang, less is known
     assert (decided.rule, decided.exit_code) == (rule, codes.get(rule))
     assert (" at the same step without progress" in decided.reason) == (rule == "repeated" and now is WAIT)
 
 
-def test_no_node_leaves_for_a_failure_whose_cause_is_elsewhere():
+def test_a_cause_elsewhere_costs_no_node():
     """Whatever the rule, the step and the history."""
     for rule, done, times in itertools.product(sorted(ELSEWHERE), (None, False, True), range(10)):
         follows = replace(PEERS, rule=rule, evidence=replace(PEERS.evidence, first_step_done=done))
@@ -629,14 +629,14 @@ def test_what_a_bad_node_causes(diagnosis, of_node):
     assert of_a_node(diagnosis) is of_node
 
 
-def test_only_the_last_failure_is_recent_and_only_while_a_restart_counts():
+def test_only_the_last_charged_failure_is_recent():
     failures = [PastFailure("f")] * 3
     assert [one.recent for one in precedents(PastFailure("f"), failures, charged=1)] == [False, False, True]
     assert not any(one.recent for one in precedents(PastFailure("f"), failures, charged=0))
 
 
 @pytest.mark.parametrize(("times", "delay_s"), [(0, 0), (1, 1), (2, 2), (4, 8), (5, 16), (9, 60)])
-def test_a_program_that_asks_for_another_try_again_and_again_waits_ever_longer(times, delay_s):
+def test_a_program_that_asks_repeatedly_waits_ever_longer(times, delay_s):
     """Without progress it would restart as fast as it can, at first at no price."""
     decided = decide(of(exit_code=75), Budget(3), (SAME_THERE,) * times, backoff=Backoff(1.0, 60.0))
     assert (decided.charged, decided.delay_s) == (times >= MAX_FREE_TRIES, delay_s)

@@ -61,12 +61,12 @@ def test_what_differs(ranks, expected):
     assert told(difference(hashes(*ranks))) == expected
 
 
-def test_a_round_that_is_over_waits_for_no_late_one():
+def test_a_round_that_is_over_awaits_no_latecomer():
     assert told(difference(hashes("abc", "abx", "ab."), over=True)) == (30, 20, (0, 1), 0)
     assert told(difference(hashes("abc", "abc", "ab."), over=True)) is None
 
 
-def test_each_set_is_compared_by_itself_and_one_that_was_equal_comes_first():
+def test_sets_are_compared_separately_once_equal_ones_first():
     never, later, first = hashes("x", "y", of="never"), hashes("aab", "aac", of="later"), hashes("ab", "ac", of="first")
     assert told(difference([*never, *later, *first])) == (20, 10, (0, 1), 0)
     assert told(difference([*never, *later])) == (30, 20, (0, 1), 0)
@@ -80,7 +80,7 @@ def counted(found: list[Hashed], divided_by: int) -> list[Hashed]:
     return [dataclasses.replace(each, counted=each.step // divided_by) for each in found]
 
 
-def test_of_two_optimizers_the_one_that_goes_back_further_comes_first():
+def test_of_two_optimizers_the_older_difference_comes_first():
     often, rare = counted(hashes("aab", "aac", of="often", every=100), 50), hashes("aab", "aac", of="rare")
     assert told(difference([*often, *rare])) == (300, 200, (0, 1), 0)
     assert difference([*often, *rare]).counted == 4
@@ -96,7 +96,7 @@ class Reported(tuple[Hashed, ...]):
         return super().__iter__()
 
 
-def test_it_is_compared_again_only_once_a_node_has_reported_something_else():
+def test_a_new_comparison_needs_a_new_report():
     comparison, (one, other) = Comparison(), (Reported(hashes("ab", "..")), Reported(hashes("..", "ac")))
     assert comparison.of(()) is None
     assert [comparison.of((one,)) for _ in range(3)] == [None] * 3
@@ -151,7 +151,7 @@ def judged(*rounds: dict[str, Report], rules: Circumstances = RULES) -> list[Job
 THREE = {"a": (0,), "b": (1,), "c": (2,)}
 
 
-def test_the_node_of_the_odd_one_leaves_and_another_one_marks_the_checkpoints():
+def test_the_odd_ones_node_leaves_another_marks_checkpoints():
     (verdict,) = judged(reports(hashes("abx", "abc", "abc"), THREE))
     decision = verdict.decision
     assert (decision.response, decision.kind, decision.rule) == (Response.REPLACE_NODE, "hardware", "replicas-differ")
@@ -165,7 +165,7 @@ def test_the_node_of_the_odd_one_leaves_and_another_one_marks_the_checkpoints():
     )
 
 
-def test_of_two_there_is_one_restart_and_the_second_time_both_hosts_are_named():
+def test_two_hosts_restart_once_then_both_are_named():
     found = reports(hashes("abx", "abc"), {"a": (0,), "b": (1,)})
     first, second = judged(found, found, rules=dataclasses.replace(RULES, nodes=2, min_nodes=2))
     assert (first.decision.response, first.decision.kind, first.refuse_newer) == (Response.RESTART, "hardware", 120)
@@ -176,7 +176,7 @@ def test_of_two_there_is_one_restart_and_the_second_time_both_hosts_are_named():
     assert "no majority shows which of host-a and host-b is bad: replace them all" in second.decision.reason
 
 
-def test_the_second_time_those_that_differ_are_to_be_replaced_and_the_others_are_not():
+def test_the_second_time_only_differing_ones_are_replaced():
     found = reports(hashes("abx", "abc"), {"a": (0,), "b": (1,), "c": (2,)})
     second = judged(found, found)[-1]
     assert [second.for_node(node, "design").exit_code for node in "abc"] == [69, 69, 75]
@@ -190,7 +190,7 @@ def test_both_on_one_host_are_its_own():
     assert "the job cannot run without it" in verdict.decision.reason
 
 
-def test_it_comes_before_any_other_cause_that_ended_the_round():
+def test_it_comes_before_any_other_cause():
     found = reports(hashes("abx", "abc", "ab."), THREE, signal="SIGSEGV", stopped_by_agent=False)
     (verdict,) = judged(found)
     assert (verdict.decision.rule, verdict.refuse_newer) == ("replicas-differ", 120)
@@ -198,12 +198,12 @@ def test_it_comes_before_any_other_cause_that_ended_the_round():
     assert (verdict.decision.rule, verdict.refuse_newer, verdict.refused_by) == ("crash", None, "")
 
 
-def test_checkpoints_are_refused_by_the_steps_of_the_optimizer_that_makes_the_fewest():
+def test_checkpoints_are_refused_by_the_slowest_optimizers_steps():
     (verdict,) = judged(reports(counted(hashes("abx", "abc", "abc"), 5), THREE))
     assert verdict.refuse_newer == 104
     assert "all were equal after step 20, on host-a: checkpoints after step 104 of the job are refused" in verdict.decision.reason
 
 
-def test_without_a_step_to_begin_from_those_of_this_round_count():
+def test_without_a_first_step_this_rounds_count():
     (verdict,) = judged(reports(hashes("abx", "abc", "abc"), THREE, counts_from=None))
     assert verdict.refuse_newer == 20

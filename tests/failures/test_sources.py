@@ -92,7 +92,7 @@ def start_in(group: Path, script: str) -> "subprocess.Popen[bytes]":
 
 @pytest.mark.seam
 @pytest.mark.parametrize(("script", "kills"), [(EATER, 1), (SLEEPER, 0)], ids=["out of memory", "plain SIGKILL"])
-def test_a_kill_for_memory_is_told_from_a_plain_one(small_group, script, kills):
+def test_a_memory_kill_differs_from_a_plain_one(small_group, script, kills):
     with start_in(small_group, script) as process:
         before = host.oom_counts([process.pid])
         assert any(str(small_group) in file for file in before), before
@@ -168,7 +168,7 @@ def test_xids_in_lines(line, xid):
     assert parse_xid(line) == xid
 
 
-def test_xids_since_the_start_are_read_from_the_kernels_log():
+def test_recent_xids_are_read_from_the_kernels_log():
     def say(line: str) -> None:
         try:
             with open("/dev/kmsg", "w") as log:
@@ -200,7 +200,7 @@ def test_xids_since_the_start_are_read_from_the_kernels_log():
     assert log.xids() is None
 
 
-def test_an_xid_of_a_round_is_not_evidence_in_the_next():
+def test_an_xid_is_no_evidence_next_round():
     host = HostProbe(settings.read({}, {}))
     number = random.SystemRandom().choice([14, 38, 63, 66, 67, 92, 106, 107, 121, 137])  # decide nothing; of no other test
     try:
@@ -216,7 +216,7 @@ def test_an_xid_of_a_round_is_not_evidence_in_the_next():
         host.close()
 
 
-def test_a_log_that_cannot_be_read_is_not_known(tmp_path):
+def test_an_unreadable_log_is_not_known(tmp_path):
     assert KernelLog(str(tmp_path / "none")).xids() is None
     before = len(os.listdir("/proc/self/fd"))
     os.mkfifo(tmp_path / "pipe")
@@ -228,7 +228,7 @@ def test_a_log_that_cannot_be_read_is_not_known(tmp_path):
 
 
 @pytest.mark.full
-def test_a_command_is_over_in_time_whatever_it_does(tmp_path, monkeypatch):
+def test_a_command_is_always_over_in_time(tmp_path, monkeypatch):
     grandchild, read = tmp_path / "pid", commands._read
 
     def read_late(*args):
@@ -292,7 +292,7 @@ def test_the_probe_runs_apart_and_in_time(tmp_path, monkeypatch, init, actions):
 
 
 @pytest.mark.seam
-def test_a_failed_round_asks_the_driver_where_there_is_one(tmp_path, monkeypatch):
+def test_a_failed_round_asks_an_existing_driver(tmp_path, monkeypatch):
     (tmp_path / "pynvml.py").write_text(PYNVML.format(init="pass"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     for driver, told in ((str(tmp_path / "none"), ()), (str(tmp_path / "pynvml.py"), ("gpu_reset",))):
@@ -303,7 +303,7 @@ def test_a_failed_round_asks_the_driver_where_there_is_one(tmp_path, monkeypatch
 
 
 @pytest.mark.seam
-def test_a_driver_that_hangs_is_not_known_and_not_waited_for(tmp_path, monkeypatch):
+def test_a_hanging_driver_is_unknown_and_not_awaited(tmp_path, monkeypatch):
     (tmp_path / "pynvml.py").write_text(PYNVML.format(init="time.sleep(1000)"))
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     host = HostProbe(settings.read({}, {}), str(tmp_path))
@@ -423,7 +423,7 @@ def api_server(certificates, tmp_path):
 
 
 @pytest.mark.seam
-def test_the_api_server_is_asked_for_our_own_pod(api_server, monkeypatch):
+def test_the_api_server_names_our_own_pod(api_server, monkeypatch):
     handler, account, environ = api_server
     monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(account))
     pod = kubernetes.get_pod(environ, str(account), LIMIT_S)
@@ -434,7 +434,7 @@ def test_the_api_server_is_asked_for_our_own_pod(api_server, monkeypatch):
 
 
 @pytest.mark.full
-def test_an_api_server_that_does_not_answer_well_is_not_known(api_server, certificates):
+def test_an_api_servers_bad_answer_is_not_known(api_server, certificates):
     handler, account, environ = api_server
     handler.status = 403
     assert kubernetes.get_pod(environ, str(account), LIMIT_S) is None
@@ -516,7 +516,7 @@ def test_scontrol_is_asked_about_our_job(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_slurm_that_does_not_answer_is_not_known(tmp_path):
+def test_a_silent_slurm_is_not_known(tmp_path):
     assert slurm.query(scontrol(tmp_path, "sleep 1000"), 0.5) == Platform("slurm")
     assert slurm.query(scontrol(tmp_path, "echo JobState=TIMEOUT; exit 1")) == Platform("slurm")
     assert slurm.query({"SLURM_JOB_ID": "42", "PATH": str(tmp_path / "empty")}) == Platform("slurm")

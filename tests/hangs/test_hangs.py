@@ -103,7 +103,7 @@ def test_the_one_behind_is_named():
     assert detector.assess([worker(0, 11, reports=3), worker(1, 11, reports=2)]).culprits == (1,)
 
 
-def test_the_next_look_is_when_something_can_be_different():
+def test_the_next_look_is_at_possible_change():
     assert detector.next_check_s([worker(quiet_s=1)]) == 29  # at half of the limit
     assert detector.next_check_s([worker(quiet_s=30)]) == 15  # when a hang is imminent
     assert detector.next_check_s([worker(quiet_s=55), worker(quiet_s=45)]) == 15
@@ -113,7 +113,7 @@ def test_the_next_look_is_when_something_can_be_different():
     assert detector.next_check_s([]) == 30
 
 
-def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
+def test_a_hang_is_imminent_after_long_idleness():
     late = worker(0, quiet_s=46, idle_s=15, working=True)  # it has worked until half of the limit
     assert detector.assess([late, replace(late, rank=1, quiet_s=50)]).imminent
     assert not detector.assess([late, replace(late, rank=1, quiet_s=44)]).imminent
@@ -126,7 +126,7 @@ def test_a_hang_is_imminent_where_nobody_works_for_most_of_the_limit():
 
 
 @pytest.mark.parametrize("fixed_s", [None, 5])
-def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
+def test_a_worker_that_never_comes_up_stalls_too(fixed_s):
     """Before its bootstrap is in place nothing is known of it. For half an hour that proves nothing; then it counts as stuck."""
     others = [worker(rank, quiet_s=1801) for rank in range(3)]
     assert not detector.assess([*others, worker(3, 0, 1790, known=False)], fixed_s).stalled
@@ -147,7 +147,7 @@ def test_one_that_never_comes_up_stalls_like_one_that_never_steps(fixed_s):
         (print, (), False),
     ],
 )
-def test_who_never_comes_up_where_nobody_can_is_not_watched(entrypoint, args, has_one):
+def test_where_none_can_come_up_none_is_watched(entrypoint, args, has_one):
     """Functions and other programs run without the bootstrap, so nothing is ever known of their progress."""
     spec = WorkerSpec("", 1, rdzv_handler=None, entrypoint=entrypoint, args=args)  # type: ignore[arg-type]
     assert launch.has_bootstrap(launch.prepare(spec, Settings())) == has_one
@@ -201,7 +201,7 @@ def stuck(rank: int, steps: int = 10, state: str = "S", stack: str = WAITING) ->
     return Stuck(rank, steps, 70.0, state=state, condition="asleep", stack=stack)
 
 
-def test_a_lock_that_a_killed_build_may_have_left_is_named():
+def test_a_lock_of_a_killed_build_is_named():
     assert (
         "TORCH_EXTENSIONS_DIR" in stuck(0, stack=WAITING.replace("distributed/distributed_c10d.py", "utils/file_baton.py")).reason
     )
@@ -243,7 +243,7 @@ def test_the_reason_says_what_is_known(one, said):
     assert one.reason == f"rank 1 made no progress for 70 s, {said}"
 
 
-def test_over_all_nodes_the_lowest_blame_is_the_cause_whoever_told_first():
+def test_the_lowest_blame_wins_in_any_order():
     told = [
         classify(Evidence(rank=each.rank, hang=True, hang_reason=each.reason, hang_blame=each.blame, ended_ns=order))
         for order, each in enumerate([stuck(0), stuck(3, 10, stack=LOADING), stuck(5, 11, stack=LOADING)])
@@ -372,7 +372,7 @@ def healthy(clock: Clock, chance: random.Random, until_s: float, step_s: float) 
 @pytest.mark.parametrize("step_s", [0.05, 0.8, 12.0])
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("spins", [True, False])
-def test_a_healthy_job_raises_no_alarm_and_a_hang_after_it_does(seed, step_s, spins):
+def test_no_alarm_in_health_one_after_a_hang(seed, step_s, spins):
     clock = Clock(4)
     healthy(clock, random.Random(seed), 1800, step_s)
     assert clock.alarms == []
@@ -429,7 +429,7 @@ def test_a_hang_is_caught_and_the_culprit_named(tmp_path):
 
 
 @pytest.mark.full
-def test_a_job_that_hung_goes_on_in_a_new_round(tmp_path):
+def test_a_hung_job_continues_in_a_new_round(tmp_path):
     stop = tmp_path / "stop"
     with Job(
         [*AGENT, "--nproc-per-node=2", "--max-restarts=1", f"--rdzv-conf={CONF}", JOB, "stop:0"], tmp_path, STOP=str(stop)
@@ -466,7 +466,7 @@ def starving_group() -> Iterator[Path]:
 
 
 @pytest.mark.full
-def test_a_starved_worker_is_told_from_an_endless_loop(tmp_path, starving_group):
+def test_a_starved_worker_differs_from_an_endless_loop(tmp_path, starving_group):
     verdict = tmp_path / "verdict"
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=0", "--rdzv-conf=hang_timeout=4", JOB, "starve:1"]
     env = {"STOP": str(tmp_path / "stop"), "GROUP": str(starving_group), "ELASTIC_EXT_VERDICT_FILE": str(verdict)}
@@ -505,7 +505,7 @@ def start_two(stack: ExitStack, tmp_path: Path, fault: str, *options: str, conf:
 
 
 @pytest.mark.full
-def test_a_node_that_waits_for_an_evaluation_on_another_is_patient(tmp_path):
+def test_a_node_awaiting_an_evaluation_is_patient(tmp_path):
     """Its own workers all stall for longer than their limit, which is longer for the one that evaluates."""
     stop = tmp_path / "stop"
     with ExitStack() as stack:

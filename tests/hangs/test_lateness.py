@@ -77,13 +77,13 @@ def late_by(found: Sequence[Late]) -> dict[tuple[str, int], float]:
 EXACT = [Alignment(), Alignment()]
 
 
-def test_a_rank_that_sleeps_is_late_and_the_others_are_not():
+def test_only_a_rank_that_sleeps_is_late():
     """As measured: it issues the first collective of a step late, and all that follow, since no rank waits between them."""
     times = issued(lambda rank, number: 20 * MS if number % 3 else 20 * MS + 21 * MS * (rank == 1), 4, 80, 3)
     assert late_by(compare(samples(times, 2, 3), EXACT)) == {("n0", 1): 21.0}
 
 
-def test_a_rank_that_is_late_at_each_of_many_collectives_that_all_wait_for():
+def test_a_rank_late_at_many_collectives():
     times = issued(lambda rank, number: 1 * MS + 200 * (rank == 2), 4, 5, 50, [True] * 50)
     assert late_by(compare(samples(times, 2, 50), EXACT)) == {("n1", 2): pytest.approx(10.0, rel=0.05)}
 
@@ -91,7 +91,7 @@ def test_a_rank_that_is_late_at_each_of_many_collectives_that_all_wait_for():
 @pytest.mark.parametrize(
     ("waits", "expected_ms"), [([False, False, True], 6), ([True, True, True], 18), ([False, True, True], 12)]
 )
-def test_lateness_that_no_rank_has_waited_for_counts_once(waits, expected_ms):
+def test_lateness_without_a_waiting_rank_counts_once(waits, expected_ms):
     """The ranks issue collectives so far apart that none runs ahead. Only changes from step to step tell one from the other."""
 
     def work_us(rank: int, number: int) -> float:
@@ -104,7 +104,7 @@ def test_lateness_that_no_rank_has_waited_for_counts_once(waits, expected_ms):
 
 @pytest.mark.parametrize("per_step", [40, 128])
 @pytest.mark.parametrize(("late_ms", "expected"), [(0, {}), (2, {}), (21, {("n0", 1): pytest.approx(21, rel=0.05)})])
-def test_lateness_that_carries_over_counts_once_in_steps_too_long_to_compare_them(per_step, late_ms, expected):
+def test_lateness_carried_over_counts_once_in_long_steps(per_step, late_ms, expected):
     """DDP with many buckets: a window of 256 collectives holds a few steps, and the ranks wait at the end of each."""
     times = issued(
         lambda rank, number: 5 * MS + late_ms * MS * (rank == 1 and number % per_step == 0), 4, 256 // per_step, per_step
@@ -112,31 +112,31 @@ def test_lateness_that_carries_over_counts_once_in_steps_too_long_to_compare_the
     assert late_by(compare(samples(times, 2, per_step), EXACT)) == expected
 
 
-def test_lateness_at_one_collective_in_many_steps_is_shared_by_all_of_them():
+def test_lateness_at_one_collective_is_shared_by_steps():
     """As of a barrier after each hundredth step, before which rank 0 writes its log."""
     times = issued(lambda rank, number: 100 * STEP_US + 30 * MS * (rank == 0), 4, 80, 1)
     found = {each.rank: each.median_us for each in compare(samples(times, 2, 0.01), EXACT) if each.host == "n0"}
     assert found[0] == pytest.approx(0.3 * MS, rel=0.05)
 
 
-def test_many_collectives_in_a_step_take_no_longer_to_compare():
+def test_many_collectives_compare_as_quickly():
     times = issued(lambda rank, number: 1 * MS, 4, 1, 64)
     assert late_by(compare(samples(times, 2, 10**9), EXACT)) == {}  # looking at each place of a step would take an hour
 
 
-def test_a_host_is_late_if_all_its_ranks_are():
+def test_a_host_is_late_with_all_its_ranks():
     times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank >= 2 and number % 3 == 0), 4, 80, 3)
     (found,) = (each for each in compare(samples(times, 2, 3), EXACT) if each.counts)
     assert (found.host, found.rank, round(found.median_us / MS)) == ("n1", -1, 6)
 
 
-def test_a_host_of_one_rank_is_named_as_that_rank():
+def test_a_one_rank_host_is_named_as_rank():
     times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank == 1), 3, 80, 1)
     assert late_by(compare(samples(times, 1, 1), [*EXACT, Alignment()])) == {("n1", 1): 6.0}
 
 
 @pytest.mark.parametrize(("late", "expected"), [({3}, {("n1", 3): 20}), ({2, 3}, {("n1", -1): 20})])
-def test_a_rank_that_its_host_waits_for_is_named_and_not_the_host(late, expected):
+def test_a_rank_its_host_awaits_is_named_instead(late, expected):
     """Tensor parallel within each host, four collectives a step; data parallel across three hosts, once a step."""
     at, jitter_us = dict.fromkeys(range(6), 0.0), random.Random(1).gauss
     within: dict[int, list[float]] = {rank: [] for rank in at}
@@ -162,7 +162,7 @@ def test_a_rank_that_its_host_waits_for_is_named_and_not_the_host(late, expected
     assert late_by(compare(nodes, [*EXACT, Alignment()])) == {key: pytest.approx(ms, rel=0.05) for key, ms in expected.items()}
 
 
-def test_clocks_that_differ_are_aligned_and_their_error_counts():
+def test_differing_clocks_are_aligned_with_an_error():
     times = issued(lambda rank, number: 20 * MS + 6 * MS * (rank >= 2 and number % 3 == 0), 4, 80, 3)
     nodes = samples(times, 2, 3, {1: -7_000_000.0})
     found = compare(nodes, [Alignment(), Alignment(-7_000_000.0, 500.0)])
@@ -173,7 +173,7 @@ def test_clocks_that_differ_are_aligned_and_their_error_counts():
     assert late_by(compare(nodes, [Alignment(), UNKNOWN_CLOCK])) == {}
 
 
-def test_the_error_of_the_clocks_counts_at_each_collective_that_all_wait_for():
+def test_the_clocks_error_counts_at_each_collective():
     times = issued(lambda rank, number: 1 * MS, 4, 5, 50, [True] * 50)
     found = compare(samples(times, 2, 50, {1: 200.0}), [Alignment(), Alignment(0.0, 250.0)])
     assert max(each.median_us for each in found) == pytest.approx(10 * MS, rel=0.05)
@@ -185,13 +185,13 @@ def test_within_a_host_no_clock_of_another_matters():
     assert late_by(compare(samples(times, 2, 3, {1: 123_456_789.0}), [Alignment(), UNKNOWN_CLOCK])) == {("n1", 3): 21.0}
 
 
-def test_a_part_of_a_step_stands_for_all_of_it():
+def test_a_part_of_a_step_represents_it():
     times = issued(lambda rank, number: 1 * MS + 200 * (rank == 2), 4, 1, 25, [True] * 25)
     ((_, found),) = late_by(compare(samples(times, 2, 50), EXACT)).items()
     assert found == pytest.approx(10.0, rel=0.05)
 
 
-def test_what_not_all_ranks_have_sampled_is_left_out():
+def test_what_some_ranks_did_not_sample_is_omitted():
     times = issued(lambda rank, number: 20 * MS + 21 * MS * (rank == 1), 4, 80, 3)
     apart = [*samples(times, 2, 3)[:1], *samples(times, 2, 3, first=512)[1:]]
     assert late_by(compare(apart, EXACT)).keys() == {("n0", 1)}
@@ -207,7 +207,7 @@ def test_noise_is_nobodys_fault():
         assert late_by(compare(samples(times, 2, 3), EXACT)) == {}
 
 
-def test_an_exchange_says_how_far_apart_two_clocks_are():
+def test_an_exchange_shows_how_clocks_differ():
     assert aligned([Ping(1000, 51_700, 3000), Ping(5000, 55_100, 5400)]) == Alignment(49_900.0, 200.0)
     assert aligned([]) == UNKNOWN_CLOCK
 
@@ -216,7 +216,7 @@ def late(median_us: float, rank: int = 5) -> Late:
     return Late("n2", rank, "g", median_us, median_us, median_us, 0.0, STEP_US)
 
 
-def test_a_name_takes_three_comparisons_in_a_row_and_goes_after_two():
+def test_naming_takes_three_comparisons_and_ends_after_two():
     streaks: Mapping = {}
     for count, named in ((1, 0), (2, 0), (3, 1)):
         streaks = follow(streaks, [late(20 * MS)], count * 10.0)
@@ -261,7 +261,7 @@ def test_what_no_comparison_says_anything_of_is_forgotten():
         ([0.2] * 4 + [None] * 40, False),
     ],
 )
-def test_what_has_been_late_by_much_for_long_is_worth_a_restart(shares, expected):
+def test_long_and_large_lateness_is_worth_a_restart(shares, expected):
     """shares: of a step, every 10 seconds; None: the comparison could not see it."""
     streaks: Mapping = {}
     for count, share in enumerate(shares):
@@ -271,7 +271,7 @@ def test_what_has_been_late_by_much_for_long_is_worth_a_restart(shares, expected
 
 
 @pytest.mark.parametrize("step_s", [0.1, 0.7, 6.0])
-def test_a_slow_host_is_named_although_it_samples_more_rarely(step_s):
+def test_a_slow_host_that_samples_rarely_is_named(step_s):
     """Its processor is ten times as slow, and so are its samples: most comparisons are without it."""
     usual, slow = (recorder.steps_apart(int(step_s * 1e9), int(cost_s * 1e9)) for cost_s in (0.02, 0.2))
     assert slow >= 8 * usual

@@ -78,7 +78,7 @@ def test_a_wait_for_a_signal(call, awaits):
         ("ready()\nwhile True: pass", False),
     ],
 )
-def test_a_wait_for_a_signal_without_the_right_to_trace(monkeypatch, call, awaits):
+def test_waiting_for_a_signal_without_tracing_rights(monkeypatch, call, awaits):
     optional = process_stats._optional
     hidden = ["syscall"]
     monkeypatch.setattr(process_stats, "_optional", lambda pid, name: "" if name in hidden else optional(pid, name))
@@ -132,12 +132,12 @@ HELPER = "import time\nwhile time.process_time() < 0.3: pass\n"
 
 
 @pytest.mark.full
-def test_the_work_of_helpers_that_come_and_go_is_not_lost():
+def test_the_work_of_passing_helpers_is_not_lost():
     with process(f"[subprocess.run([sys.executable, '-c', {HELPER!r}]) for _ in range(3)]\nready()\ntime.sleep(100)") as one:
         assert of(one.pid).cpu_s >= 0.9
 
 
-def test_a_family_is_found_by_parent_group_and_session():
+def test_a_family_is_by_parent_group_and_session():
     processes = {
         1: StatFields(0, 1, 1),
         10: StatFields(1, 10, 10),  # the agent
@@ -207,7 +207,7 @@ def python(code: str, *arguments: str) -> str:
 
 
 @pytest.mark.seam
-def test_counts_that_may_not_be_read_are_not_known():
+def test_counts_without_permission_are_not_known():
     with process(SHUT) as one:
         assert python(STRANGER, str(one.pid)).split()[1:] == ["None", "None"]
 
@@ -225,7 +225,7 @@ print(seen, process_stats.read([pid]), process_stats.open_sockets([pid]))
 
 @pytest.mark.seam
 @pytest.mark.parametrize(("asked", "known"), [("stat", []), ("io", [None])])
-def test_a_family_is_not_known_in_part_when_the_descriptors_run_out_halfway(monkeypatch, asked, known):
+def test_a_family_is_never_known_in_part(monkeypatch, asked, known):
     """The worker sleeps, and its child may work."""
     with process("child = subprocess.Popen(['sleep', '100']); ready(); print(child.pid, flush=True); child.wait()") as one:
         assert one.stdout is not None
@@ -256,7 +256,7 @@ def test_without_a_descriptor_left_nothing_is_known():
 
 @pytest.mark.seam
 @pytest.mark.parametrize(("family", "address"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
-def test_the_bytes_of_a_socket_are_counted_at_both_ends(family, address):
+def test_a_sockets_bytes_count_at_both_ends(family, address):
     with ExitStack() as stack:
         server = stack.enter_context(socket.create_server((address, 0), family=family))
         client = stack.enter_context(socket.create_connection(server.getsockname()[:2]))
@@ -320,7 +320,7 @@ NO_PROMPT = PROMPT.replace("selector.register(0, selectors.EVENT_READ)", "")
 
 @pytest.mark.seam
 @pytest.mark.parametrize(("code", "debugged"), [(PDB, True), (PROMPT, True), (NO_PROMPT, False)])
-def test_who_waits_for_its_user_is_in_a_debugger(code, debugged):
+def test_a_process_waiting_for_its_user_is_debugged(code, debugged):
     """An event loop that has nothing to do with the terminal is none."""
     controller, terminal = os.openpty()
     with subprocess.Popen(
@@ -449,7 +449,7 @@ def test_an_upload_from_memory_is_work(tmp_path, quick, monkeypatch, family, add
 @pytest.mark.full
 @pytest.mark.full("threading.Thread")
 @pytest.mark.parametrize("thread", [MAIN_THREAD, OTHER_THREAD])
-def test_who_sleeps_in_the_kernel_may_take_as_long_as_who_works(tmp_path, quick, thread):
+def test_a_kernel_sleep_may_last_as_work_may(tmp_path, quick, thread):
     os.mkfifo(tmp_path / "server")
     with process(IN_KERNEL + thread, str(tmp_path / "server")) as one, process(PAUSE) as other:
         until(lambda: of(one.pid).asleep_in_kernel)
@@ -460,7 +460,7 @@ def test_who_sleeps_in_the_kernel_may_take_as_long_as_who_works(tmp_path, quick,
 
 
 @pytest.mark.full
-def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monkeypatch):
+def test_an_unstarted_worker_does_not_hide_a_hang(tmp_path, quick, monkeypatch):
     """It sleeps in the kernel before its bootstrap, because its interpreter is on a file server that does not answer."""
     monkeypatch.setattr(detector, "WORKING_FLOOR_S", 3.0)
     os.mkfifo(tmp_path / "server")
@@ -486,7 +486,7 @@ def test_a_worker_that_never_comes_up_does_not_hide_a_hang(tmp_path, quick, monk
     ],
     ids=["computes", "a-tenth", "barely", "noise", "bursts"],
 )
-def test_work_is_seen_soon_and_noise_is_not_work(cpu_s, seen_at):
+def test_work_is_soon_seen_noise_is_none(cpu_s, seen_at):
     """Read at half of the limit, at three quarters, at the limit, and then at each look; something begins a second later."""
     stall, seen = Stall(detector.window_s()), []
     for at in [30.0, 45.0, *(60 + look * detector.CALL_CHECK_S for look in range(100))]:
@@ -502,7 +502,7 @@ def test_work_is_seen_soon_and_noise_is_not_work(cpu_s, seen_at):
 @pytest.mark.parametrize(
     "work", [{"cpu_s": 0.03 * 14}, {"cpu_s": 0.5}, {"io_bytes": 14 * 190_000}], ids=["a-little", "just-begun", "bytes"]
 )
-def test_work_that_has_begun_since_the_last_check_is_seen_before_the_first_claim(work):
+def test_new_work_is_seen_before_the_first_claim(work):
     """That claim may be the last one, and end the round: no look comes after it."""
     stall = Stall(detector.window_s())
     for at, stats in ((30.0, ProcessStats("S")), (45.0, ProcessStats("S")), (60.0, ProcessStats("S", **work))):
@@ -514,7 +514,7 @@ def test_a_long_hang_timeout_keeps_few_samples():
     assert detector.window_s(86400) == detector.window_s() == unanswered.window_s(86400)
 
 
-def test_who_has_worked_is_idle_again_once_the_work_is_out_of_the_window():
+def test_work_outside_the_window_leaves_a_worker_idle():
     stall = Stall(detector.window_s())
     for look in range(24):  # every 3 s; it computes from 6 to 9 s
         at = look * detector.CALL_CHECK_S
@@ -537,7 +537,7 @@ burn(1000)
 
 
 @pytest.mark.full
-def test_a_claim_outlasts_noise_and_is_withdrawn_when_a_worker_computes_without_a_sign(tmp_path, monkeypatch):
+def test_a_claim_outlasts_noise_but_not_computing(tmp_path, monkeypatch):
     """The checks for new claims stay half a minute apart, so they cannot see it."""
     monkeypatch.setattr(detector, "START_FLOOR_S", 2.0)
     monkeypatch.setattr(detector, "CALL_CHECK_S", 0.3)
@@ -558,7 +558,7 @@ def test_a_claim_outlasts_noise_and_is_withdrawn_when_a_worker_computes_without_
 
 
 @pytest.mark.full
-def test_a_claim_is_withdrawn_soon_after_a_step_however_long_hang_timeout_is(tmp_path, monkeypatch):
+def test_a_step_soon_withdraws_a_claim(tmp_path, monkeypatch):
     monkeypatch.setattr(detector, "START_FACTOR", 0.02)
     monkeypatch.setattr(detector, "CALL_CHECK_S", 0.3)
     with process(PAUSE) as one:
@@ -572,7 +572,7 @@ def test_a_claim_is_withdrawn_soon_after_a_step_however_long_hang_timeout_is(tmp
 
 
 @pytest.mark.full
-def test_a_quiet_node_looks_as_often_and_sees_that_a_worker_computes(tmp_path, monkeypatch):
+def test_a_quiet_node_still_sees_a_worker_compute(tmp_path, monkeypatch):
     monkeypatch.setattr(unanswered, "UNANSWERED_S", 2.0)
     monkeypatch.setattr(detector, "CALL_CHECK_S", 0.3)
     pause = threading.Event()

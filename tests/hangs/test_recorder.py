@@ -61,7 +61,7 @@ def test_all_recorders_are_read(monkeypatch):
     assert recorder.read() == {}
 
 
-def test_a_backend_with_a_recorder_of_its_own_is_read(monkeypatch):
+def test_a_backend_with_its_own_recorder_is_read(monkeypatch):
     """As torch 2.15 has it for nccl2; its source was read, as there is none to run here."""
 
     def dump(includeCollectives, onlyActive, backend="gloo"):
@@ -115,13 +115,13 @@ def test_what_the_agents_compare_over_the_ranks(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("said", [{"operation": "x" * 300}, {"number": "many"}, {"group": None}])
-def test_what_a_worker_says_of_a_collective_is_checked(tmp_path, said):
+def test_a_workers_words_about_collectives_are_checked(tmp_path, said):
     whole = {"operation": "all_reduce", "number": 1, "group": "0"}
     (tmp_path / "stacks.collective").write_text(json.dumps({**whole, **said}))
     assert collective_in(str(tmp_path / "stacks"), 3) is None
 
 
-def test_what_a_thread_of_the_script_waits_for_does_not_count(monkeypatch):
+def test_a_script_threads_waits_do_not_count(monkeypatch):
     """Another thread may do this rank's part meanwhile: a save beside training, say."""
     over = threading.Event()
     beside = threading.Thread(target=over.wait)
@@ -167,7 +167,7 @@ STATS = ProcessStats("R")
 STAY = Stay(100.0, WaitFor.QUEUED, 0, True, STATS, outstanding_ns=100 * S)
 
 
-def test_a_worker_whose_recorder_is_silent_is_not_known_to_wait():
+def test_a_silent_recorder_proves_no_wait():
     """Its main thread holds the interpreter's lock: it computes."""
     assert stacks.is_outstanding(ROW, 110.0 + stacks.RECORDED_S)
     assert not stacks.is_outstanding(ROW, 110.1 + stacks.RECORDED_S)
@@ -256,7 +256,7 @@ def dump_of(numbers, group=("0", "default_pg"), **changes):
 
 
 @pytest.mark.parametrize("most", [1, 7, 300])
-def test_only_the_newest_collectives_of_a_dump_are_parsed(most):
+def test_only_a_dumps_newest_collectives_are_parsed(most):
     found = recorder.newest(dump_of(range(300)), most)
     assert [each["collective_seq_id"] for each in found] == list(range(300 - most, 300))
 
@@ -273,7 +273,7 @@ def test_a_sample_sets_off_no_garbage_collection():
     assert (last, collections) == (1999, [])
 
 
-def test_a_dump_that_is_written_another_way_is_parsed_as_a_whole():
+def test_a_dump_in_another_style_is_parsed_whole():
     text = json.dumps(json.loads(dump_of(range(30))), indent=1)
     assert [each["collective_seq_id"] for each in recorder.newest(text, 2)] == [28, 29]
     assert list(recorder.newest(b'{"version": "2.10"}', 5)) == []
@@ -308,7 +308,7 @@ def four_ranks(monkeypatch):
     return last
 
 
-def test_a_rank_samples_after_the_same_steps_as_the_others(four_ranks):
+def test_ranks_sample_after_the_same_steps(four_ranks):
     steps, published = [1], []
     sampler = recorder.Sampler(lambda: steps[0], published.append)
     sampler.look(2 * S)
@@ -338,7 +338,7 @@ def test_costly_samples_are_rarer(step_s, cost_s, apart_s):
     assert cost_s <= recorder.COST * apart_s
 
 
-def test_a_sample_knows_what_the_one_before_it_took(four_ranks, monkeypatch):
+def test_a_sample_knows_the_one_before_it(four_ranks, monkeypatch):
     taken = iter([0, S // 10, 0, 0])
     monkeypatch.setattr(recorder.time, "thread_time_ns", lambda: next(taken))
     steps = [1]
@@ -358,7 +358,7 @@ def test_a_rank_alone_samples_nothing(monkeypatch):
     assert recorder.issued(with_nccl=True) == {}
 
 
-def test_a_group_of_saves_and_copies_is_not_sampled(four_ranks, monkeypatch):
+def test_groups_of_saves_and_copies_are_not_sampled(four_ranks, monkeypatch):
     """Its threads have ended, so they are not known as such."""
     module = recorder.sys.modules["torch._C._distributed_c10d"]
     monkeypatch.setattr(module, "_dump_fr_trace_json", lambda **_: dump_of(range(300), ("0", DESCRIPTION)))
@@ -366,7 +366,7 @@ def test_a_group_of_saves_and_copies_is_not_sampled(four_ranks, monkeypatch):
 
 
 @pytest.mark.parametrize(("which", "read"), [("auto", ["gloo"]), ("all", ["NCCL", "gloo"]), (None, [])])
-def test_nccl_is_read_only_where_that_is_asked_for(four_ranks, monkeypatch, which, read):
+def test_nccl_is_read_only_on_request(four_ranks, monkeypatch, which, read):
     module, asked = recorder.sys.modules["torch._C._distributed_c10d"], []
     monkeypatch.setattr(module, "_dump_nccl_trace_json", lambda **_: asked.append("NCCL") or b'{"version": "2.10"}')
     monkeypatch.setattr(module, "_dump_fr_trace_json", lambda **_: asked.append("gloo") or b'{"version": "2.10"}')
@@ -374,7 +374,7 @@ def test_nccl_is_read_only_where_that_is_asked_for(four_ranks, monkeypatch, whic
     assert asked == read
 
 
-def test_the_script_may_make_and_destroy_groups_while_a_rank_samples(four_ranks):
+def test_the_script_may_change_groups_during_samples(four_ranks):
     world = recorder.sys.modules["torch.distributed.distributed_c10d"]._world
 
     class MadeMeanwhile(dict):

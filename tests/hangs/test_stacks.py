@@ -237,7 +237,7 @@ def test_the_next_look():
         assert not detector.needs_call_checks([worker(quiet_s=3.0), worker(rank=1, **more)])
 
 
-def test_the_stays_of_all_nodes_have_a_moment_in_common():
+def test_all_nodes_stays_have_a_common_moment():
     """Even where an agent is nine seconds late with its look, and the looks leave time for a stay that long."""
     assert detector.STAY_SHARE * min(detector.WAIT_FLOOR_S.values()) - detector.CALL_CHECK_S >= 9
     assert detector.CALL_CHECK_SHARE + detector.STAY_SHARE <= 1
@@ -383,7 +383,7 @@ def watched(
     ],
     ids=["spin", "spin-sleep", "native-thread", "device", "child-connections", "fewer-connections"],
 )
-def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, scripts, path):
+def test_workers_in_calls_that_only_wait_stall(tmp_path, quick, scripts, path):
     with workers(tmp_path, scripts, path) as found:
         verdict = watched(*found, for_s=LIMIT_S)
     assert verdict.stalled, verdict.reason
@@ -406,7 +406,7 @@ def test_workers_that_stay_in_calls_that_only_wait_stall(tmp_path, quick, script
     ],
     ids=["loop", "child", "thread", "connections", "own-call", "python", "blocked", "answers-blocked"],
 )
-def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quick, script):
+def test_one_worker_with_own_work_keeps_long_limits(tmp_path, quick, script):
     with workers(tmp_path, [SPIN, script]) as found:
         verdict = watched(*found)
         assert all(os.path.exists(f"/proc/{pid}/stat") for pid in found[1])
@@ -414,7 +414,7 @@ def test_one_worker_that_may_do_its_own_part_keeps_the_long_limit(tmp_path, quic
 
 
 @pytest.mark.seam
-def test_a_thread_that_begins_to_compute_after_the_look_keeps_the_long_limit(tmp_path, quick, monkeypatch):
+def test_a_thread_that_computes_later_keeps_long_limits(tmp_path, quick, monkeypatch):
     go = tmp_path / "go"
     os.mkfifo(go)
     look = stacks.CallChecks._check_calls
@@ -442,7 +442,7 @@ def test_a_thread_that_begins_to_compute_after_the_look_keeps_the_long_limit(tmp
 
 
 @pytest.mark.full
-def test_no_answer_means_nothing_where_there_has_never_been_one(tmp_path, quick):
+def test_silence_means_nothing_without_an_earlier_answer(tmp_path, quick):
     replaced = "signal.signal(ANSWER_SIGNAL, lambda *_: None)"
     with workers(tmp_path, ["while True: all_reduce(short)"], first=replaced) as found:
         verdict = watched(*found)
@@ -463,7 +463,7 @@ def wait_for_pause(pid: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("first", ["", ANSWERS], ids=["first-question", "look"])
-def test_a_main_thread_that_waits_for_a_signal_is_left_alone(tmp_path, quick, first):
+def test_a_main_thread_awaiting_a_signal_is_spared(tmp_path, quick, first):
     """It goes on after any signal: most scripts would then end."""
     with workers(tmp_path, ["signal.pause()"], first=first) as found:
         wait_for_pause(found[1][0])
@@ -475,7 +475,7 @@ BLOCKED = "signal.pthread_sigmask(signal.SIG_BLOCK, [ANSWER_SIGNAL])"
 
 
 @pytest.mark.full
-def test_a_worker_that_blocks_the_question_for_a_moment_is_asked_again(tmp_path, quick):
+def test_a_briefly_blocked_question_is_asked_again(tmp_path, quick):
     go, on = tmp_path / "go", tmp_path / "on"
     script = f"""
 while not os.path.exists({str(go)!r}): short()
@@ -496,7 +496,7 @@ for _ in range(5): short()
 
 @pytest.mark.seam
 @pytest.mark.parametrize(("script", "first"), [(SPIN, BLOCKED), ("signal.pause()", "")], ids=["blocked", "pause"])
-def test_a_worker_that_cannot_be_asked_costs_less_and_less(tmp_path, monkeypatch, script, first):
+def test_an_unaskable_worker_costs_less_and_less(tmp_path, monkeypatch, script, first):
     """Each try reads all of /proc. A minute apart at last, for as long as the job lasts."""
     tried: list[int] = []
     read = process_stats.read
@@ -512,7 +512,7 @@ def test_a_worker_that_cannot_be_asked_costs_less_and_less(tmp_path, monkeypatch
 
 
 @pytest.mark.full
-def test_nobody_is_asked_where_it_cannot_be_seen_whether_that_would_disturb(tmp_path, quick, monkeypatch, caplog):
+def test_no_worker_is_asked_if_that_might_disturb(tmp_path, quick, monkeypatch, caplog):
     read = process_stats.read
     unknown = functools.partial(replace, awaits_signal=None)
     monkeypatch.setattr(process_stats, "read", lambda pids: {pid: unknown(stats) for pid, stats in read(pids).items()})
@@ -523,7 +523,7 @@ def test_nobody_is_asked_where_it_cannot_be_seen_whether_that_would_disturb(tmp_
 
 
 @pytest.mark.full
-def test_a_large_job_gets_time_to_connect_its_ranks(tmp_path, quick):
+def test_a_large_job_gets_time_to_connect(tmp_path, quick):
     with workers(tmp_path, [SPIN]) as found:
         verdict = watched(*found, world=1000)
     assert not verdict.stalled
@@ -578,7 +578,7 @@ def test_a_worker_gets_few_signals(tmp_path, quick, monkeypatch):
 
 
 @pytest.mark.seam
-def test_who_waits_in_c_does_not_answer_and_who_runs_python_does(tmp_path, quick):
+def test_c_code_does_not_answer_python_code_does(tmp_path, quick):
     with workers(tmp_path, [SPIN, "while True: pass"]) as (table, pids, _):
 
         def one_answers() -> bool:

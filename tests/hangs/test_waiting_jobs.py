@@ -26,7 +26,7 @@ def start(tmp_path: Path, group: str, *faults: str) -> Job:
     return Job([*AGENT, "--nproc-per-node=2", "--max-restarts=0", JOB, *faults], tmp_path, **env)
 
 
-def test_ranks_in_different_collectives_are_a_hang_by_the_short_limit(tmp_path):
+def test_differing_collectives_hang_by_the_short_limit(tmp_path):
     with start(tmp_path, "gloo", "mismatch:1") as job:
         done = job.finish()
     assert done.returncode == 1, done.err
@@ -62,7 +62,7 @@ def test_two_nodes_agree_on_it(request, tmp_path):
     assert "waits for other ranks" in found[0]["decision"]["reason"]
 
 
-def test_it_does_not_matter_where_the_main_threads_are(tmp_path):
+def test_the_main_threads_place_does_not_matter(tmp_path):
     """As in `loss.item()`, which may do anything: only the flight recorder knows what it waits for."""
     with start(tmp_path, "gloo", "elsewhere") as job:
         done = job.finish()
@@ -74,7 +74,7 @@ def test_it_does_not_matter_where_the_main_threads_are(tmp_path):
     assert re.search(r", in all_reduce \d+ of group default_pg", verdict["stacks"])
 
 
-def test_a_node_that_waits_for_another_is_no_hang(request, tmp_path):
+def test_a_node_awaiting_another_does_not_hang(request, tmp_path):
     """Its own worker stays in its collective for longer than the limit, while the other node's does its own part."""
     with ExitStack() as stack:
         started = start_two(request, stack, tmp_path, "own_part:1")
@@ -94,7 +94,7 @@ def test_a_node_that_waits_for_another_is_no_hang(request, tmp_path):
 @pytest.mark.parametrize(
     "faults", [("spinning", "evaluate"), ("gloo", "helper:0", "helped:1"), ("gloo", "disordered", "long_part")], ids="-".join
 )
-def test_what_takes_longer_than_the_short_limit_is_no_hang(tmp_path, faults):
+def test_what_outlasts_the_short_limit_may_work(tmp_path, faults):
     with start(tmp_path, *faults) as job:
         job.wait_for("is over at", 2)
         (tmp_path / "stop").touch()

@@ -16,7 +16,7 @@ from elastic_ext.telemetry.agent_metrics import AgentMetrics
 LABELS = {"run_id": "team/job_1", "node": "n0"}
 
 
-def test_prometheus_finds_an_agent_as_long_as_it_runs(tmp_path):
+def test_prometheus_finds_an_agent_while_it_runs(tmp_path):
     remove = server.announce(str(tmp_path / "sd"), ("127.0.0.1", 9402), LABELS)
     (file,) = (tmp_path / "sd").iterdir()
     assert file.suffix == ".json"
@@ -26,7 +26,7 @@ def test_prometheus_finds_an_agent_as_long_as_it_runs(tmp_path):
     assert list((tmp_path / "sd").iterdir()) == []
 
 
-def test_others_reach_an_agent_that_listens_everywhere_by_its_name():
+def test_an_agent_listening_everywhere_is_reached_by_name():
     assert server.target("0.0.0.0", 9401, "node1.cluster") == "node1.cluster:9401"
     assert server.target("::", 9401, "fe80::1") == "[fe80::1]:9401"
     assert server.target("10.0.0.7", 9401, "node1") == "10.0.0.7:9401"
@@ -34,7 +34,7 @@ def test_others_reach_an_agent_that_listens_everywhere_by_its_name():
 
 
 @pytest.mark.seam
-def test_the_file_of_a_killed_agent_is_removed_by_the_next_on_its_host(tmp_path):
+def test_a_killed_agents_file_goes_with_the_next(tmp_path):
     announce = f"announce({str(tmp_path)!r}, ('::1', 1), {{}})"
     code = f"import os; from elastic_ext.http.server import announce; {announce}; os._exit(1)"
     subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
@@ -49,7 +49,7 @@ def test_the_file_of_a_killed_agent_is_removed_by_the_next_on_its_host(tmp_path)
     assert alive.exists()
 
 
-def test_a_directory_that_cannot_be_written_costs_one_warning(tmp_path, caplog):
+def test_an_unwritable_directory_costs_one_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     server.announce(str(tmp_path / "file" / "sd"), ("127.0.0.1", 1), LABELS)()
     pages.write_file(str(tmp_path / "file" / "x.prom"), agent().registry, {})
@@ -60,7 +60,7 @@ def agent() -> AgentMetrics:
     return AgentMetrics(version="1", torch="2", run_id="job1", node="n0")
 
 
-def test_the_node_exporters_file_holds_the_last_metrics_and_names_their_agent(tmp_path):
+def test_the_node_exporters_file_holds_the_last_metrics(tmp_path):
     path, metrics = tmp_path / "job.prom", agent()
     metrics.failed("code")
     pages.write_file(str(path), metrics.registry, {**metrics.labels, "pid": "7"})

@@ -314,7 +314,7 @@ def of(address: str) -> Login:
     return Login(object(), address, "alice", b"", b"", True)
 
 
-def test_who_has_guessed_least_comes_first_and_who_has_guessed_most_goes() -> None:
+def test_fewest_guesses_come_first_most_guesses_go() -> None:
     waiting = [of(address) for address in ("a", "b", "c", "b")]
     assert first(waiting, {"a": 3}) is waiting[1]
     assert first(waiting, {"a": 3, "b": 3, "c": 3}) is waiting[0]
@@ -325,7 +325,7 @@ def test_who_has_guessed_least_comes_first_and_who_has_guessed_most_goes() -> No
     assert superfluous(waiting, {"b": 1}) is waiting[3]
 
 
-def test_a_budget_allows_a_burst_and_then_a_share() -> None:
+def test_a_budget_allows_bursts_then_a_share() -> None:
     budget = CpuBudget(share=0.1, burst_s=1.0)
     assert budget.wait_s(100.0) == 0
     budget.spend(1.5, 100.0)
@@ -393,7 +393,7 @@ with open(sys.argv[1]) as gate:
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no binary named prometheus")
-def test_prometheus_scrapes_an_agent_with_tls_password_and_certificate(certificates: Certificates, tmp_path: Path) -> None:
+def test_prometheus_scrapes_with_tls_password_and_certificate(certificates: Certificates, tmp_path: Path) -> None:
     """By the agent's discovery file, which says https. One scrape job may; the others lack something."""
     (tmp_path / "web.yml").write_text(MUTUAL + users())
     (tmp_path / "job.py").write_text(WAITS)

@@ -91,7 +91,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_that_starts_a_job_learns_of_the_signal(tmp_path):
+def test_a_program_starting_jobs_learns_of_the_signal(tmp_path):
     """Torch's handler would raise its exception; here it does so after the wait."""
     with start(tmp_path, PROGRAM, [sys.executable]) as job:
         job.wait_for(LINGERS)
@@ -108,7 +108,7 @@ def test_nobody_scrapes(tmp_path):
     assert "the final metrics were not scraped within 1 s (metrics_linger)" in done.err
 
 
-def test_an_agent_that_is_told_to_end_does_not_linger(tmp_path):
+def test_an_agent_ordered_to_end_does_not_linger(tmp_path):
     with start(tmp_path, "print('runs', flush=True)\nimport signal\nsignal.pause()\n", [*EXT, "--nproc-per-node=1"]) as job:
         job.wait_for("runs")
         job.process.send_signal(signal.SIGTERM)

@@ -40,7 +40,7 @@ def storm(port: int | None) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("tls", [False, True], ids=["plain", "tls"])
-def test_a_storm_leaves_nothing_behind_and_keeps_nobody_out(tmp_path: Path, tls: bool) -> None:
+def test_a_storm_leaves_nothing_and_excludes_no_client(tmp_path: Path, tls: bool) -> None:
     """With TLS all of the storm is rubbish, and only this test's own scrapes are not."""
     gate = trust = None
     if tls:

@@ -79,7 +79,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("accept", FORMATS)
-def test_a_scraper_gets_the_format_that_it_asks_for(accept):
+def test_a_scraper_gets_the_format_it_requests(accept):
     registry = AgentMetrics(version="1", torch="2", run_id="r").registry
     page = pages.of_metrics(registry)[pages.METRICS](accept)
     wanted = choose_encoder(accept)[1]
@@ -87,7 +87,7 @@ def test_a_scraper_gets_the_format_that_it_asks_for(accept):
 
 
 @pytest.mark.seam
-def test_what_a_stranger_accepts_ends_nothing_and_is_not_kept(clock):
+def test_a_strangers_accept_header_ends_nothing(clock):
     """A page is kept for each format, so there must be few of these."""
     registry = AgentMetrics(version="1", torch="2", run_id="r").registry
     server = MetricsServer(pages.of_metrics(registry))
@@ -106,7 +106,7 @@ def test_what_a_stranger_accepts_ends_nothing_and_is_not_kept(clock):
     assert len(types) == 1
 
 
-def test_a_page_from_before_the_end_is_not_the_last_scrape():
+def test_an_early_page_is_not_the_last_scrape():
     last = LastScrape()
     at = time.monotonic()
     page = pages.Page(HTTPStatus.OK, pages.TEXT, b"", made_at=at)
@@ -177,7 +177,7 @@ def scrape_again(url: str | None) -> str:
 
 
 @pytest.mark.full
-def test_a_thousand_dripping_clients_take_few_descriptors_and_keep_nobody_out(server):
+def test_a_thousand_dripping_clients_exclude_no_other(server):
     before = len(os.listdir("/proc/self/fd"))
     with drips(server.port, 1000):
         for _ in range(5):
@@ -187,7 +187,7 @@ def test_a_thousand_dripping_clients_take_few_descriptors_and_keep_nobody_out(se
 
 
 @pytest.mark.seam
-def test_clients_that_ask_nothing_make_room_and_one_who_has_asked_does_not(server_of_a_long_page, clock):
+def test_silent_clients_make_room_for_asking_ones(server_of_a_long_page, clock):
     """More than there are places: the one whose answer is under way keeps its place."""
     server = server_of_a_long_page
     with connect(server) as asking:
@@ -217,7 +217,7 @@ def test_the_whole_request_has_one_deadline(server, clock, sent):
 
 
 @pytest.mark.full
-def test_who_does_not_read_the_answer_is_cut_off_too(server_of_a_long_page, clock):
+def test_a_client_that_never_reads_is_cut_off(server_of_a_long_page, clock):
     with connect(server_of_a_long_page) as client:
         client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         assert client.recv(1)
@@ -257,7 +257,7 @@ print("done", flush=True)
 
 
 @pytest.mark.full
-def test_a_worker_that_dies_meanwhile_costs_one_restart_and_not_the_job(tmp_path):
+def test_a_worker_dying_meanwhile_costs_one_restart(tmp_path):
     """The agent may open 256 files, hard limit and all, and needs some for each restart."""
     (tmp_path / "job.py").write_text(JOB)
     gate = Gate(tmp_path / "gate")

@@ -25,7 +25,7 @@ FILES = "cert_file: server.crt, key_file: server.key"
 
 
 @pytest.mark.seam
-def test_what_the_file_says_is_read_relative_to_it(certificates: Certificates) -> None:
+def test_the_files_paths_are_relative_to_it(certificates: Certificates) -> None:
     path = certificates.folder / "web.yml"
     path.write_text(
         "tls_server_config:\n  cert_file: server.crt\n  key_file: server.key\n  client_ca_file: ca.crt\n"
@@ -113,14 +113,14 @@ def test_an_absent_library_names_the_extra(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.seam
-def test_the_libraries_are_imported_only_where_they_are_needed() -> None:
+def test_libraries_are_imported_only_where_needed() -> None:
     code = "import sys, elastic_ext.http.server; print({'yaml', 'bcrypt'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 
 
 @pytest.mark.parametrize("create", [plugin.create_c10d, plugin.create_etcd])
-def test_an_agent_with_a_wrong_file_ends_before_anything_starts(
+def test_a_wrong_file_ends_the_agent_before_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], create: Callable
 ) -> None:
     """Where torch's launcher asks for its rendezvous: it has no agent yet."""

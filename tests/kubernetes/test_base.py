@@ -41,7 +41,7 @@ def test_commands_name_files_that_are_there():
                 assert (KUBERNETES / word).is_file(), command
 
 
-def test_the_address_in_the_runtimes_is_that_of_the_etcd():
+def test_the_runtimes_address_is_that_of_etcd():
     _, _, statefulset = yaml.safe_load_all((KUBERNETES / "base" / "etcd.yaml").read_text())
     (container,) = statefulset["spec"]["template"]["spec"]["containers"]
     (cluster,) = (each for each in container["command"] if each.startswith("--initial-cluster="))
@@ -52,7 +52,7 @@ def test_the_address_in_the_runtimes_is_that_of_the_etcd():
 
 
 @pytest.mark.seam
-def test_the_certificate_is_for_each_name_by_which_a_manifest_calls_etcd(tmp_path):
+def test_the_certificate_covers_each_name_for_etcd(tmp_path):
     needs("openssl")
     subprocess.run([KUBERNETES / "base" / "etcd-certificates.sh", tmp_path], check=True, capture_output=True)
     called = {
@@ -67,7 +67,7 @@ def test_the_certificate_is_for_each_name_by_which_a_manifest_calls_etcd(tmp_pat
 
 
 @pytest.mark.full
-def test_the_commands_for_users_make_an_etcd_that_a_job_can_use(tmp_path):
+def test_the_users_commands_make_a_usable_etcd(tmp_path):
     """Certificates by the script, users by the commands of the README; then a job with the settings of the manifests."""
     needs("openssl")
     made = tmp_path / "certificates"
@@ -116,7 +116,7 @@ def test_the_dockerfile():
 
 
 @pytest.mark.full
-def test_the_layer_of_pip_installs_from_the_wheel_alone_and_runs_on_a_read_only_root(tmp_path):
+def test_the_wheel_alone_works_on_read_only_root(tmp_path):
     """The dependencies are there, as in an image that has them; no index is asked."""
     wheels = tmp_path / "wheels"
     pip = [sys.executable, "-m", "pip"]

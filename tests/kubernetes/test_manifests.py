@@ -125,7 +125,7 @@ def test_a_strange_field_is_found_wherever_it_is(name):
 
 
 @pytest.mark.full
-def test_a_strange_field_of_trainer_is_found_wherever_it_is():
+def test_a_strange_trainer_field_is_found_anywhere():
     for name, old in (("t5-large.yaml", True), ("runtime-2.2.yaml", False)):
         (manifest,) = of_operators((name,))
         strange = list(with_strange_fields(manifest))
@@ -140,7 +140,7 @@ def seed() -> Manifest:
     return manifest
 
 
-def test_the_first_job_differs_from_stock_by_the_backend_alone():
+def test_the_first_job_differs_only_by_backend():
     (ours,) = documents(KUBERNETES / "trainer" / "t5-large.yaml")
     stock = seed()
     script = at(ours, "spec", "trainer")["command"][2]  # type: ignore[index]
@@ -165,7 +165,7 @@ def lines(script: object) -> set[str]:
     return {line.strip() for line in str(script).splitlines()}
 
 
-def test_the_jobs_of_trainer_ask_for_the_same_machines():
+def test_trainer_jobs_ask_for_the_same_machines():
     """The other two files are the same job: image, nodes, zone, /dev/shm, GPUs."""
     (first,) = documents(KUBERNETES / "trainer" / "t5-large.yaml")
     (etcd,) = documents(KUBERNETES / "trainer" / "t5-large-etcd.yaml")
@@ -211,7 +211,7 @@ def test_settings_are_those_that_the_program_knows():
         ), name
 
 
-def test_a_new_pod_is_not_taken_for_the_one_that_was_refused():
+def test_a_new_pod_differs_from_the_refused_one():
     """With etcd a node that had to leave is refused by its name, and a new pod has the host name of the old one."""
     by_etcd = [(name, pod) for name, pod in pod_specs() if name != "static.yaml"]
     assert len(by_etcd) == 6
@@ -220,7 +220,7 @@ def test_a_new_pod_is_not_taken_for_the_one_that_was_refused():
         assert environment(pod)["POD_NAME"] == {"fieldRef": {"fieldPath": "metadata.name"}}, name
 
 
-def test_pods_have_room_to_share_memory_and_are_watched():
+def test_pods_can_share_memory_and_are_watched():
     names = ("job.yaml", "jobset.yaml", "runtime-2.1.yaml", "runtime-2.2.yaml")
     found = [(name, pod) for name, pod in pod_specs() if name in names]
     assert [name for name, _ in found] == list(names)
@@ -233,6 +233,6 @@ def test_pods_have_room_to_share_memory_and_are_watched():
             assert {"cpu", "memory"} == container["resources"]["requests"].keys(), name
 
 
-def test_the_claim_for_checkpoints_names_no_class_of_another_cluster():
+def test_the_checkpoint_claim_names_no_foreign_class():
     (claim,) = documents(KUBERNETES / "base" / "storage.yaml")
     assert "storageClassName" not in at(claim, "spec")

@@ -138,7 +138,7 @@ def test_each_exit_code(name, code):
         assert JobSetController(failure_policy).failed(reason) is JobSetAction.FAIL
 
 
-def test_a_job_is_done_when_as_many_pods_as_train_have_finished():
+def test_enough_finished_pods_complete_a_job():
     """There is one pod more, which may be waiting, or have come too late."""
     spec, _ = specs()["plain/job.yaml"]
     (rule,) = spec["successPolicy"]["rules"]
@@ -149,7 +149,7 @@ def test_a_job_is_done_when_as_many_pods_as_train_have_finished():
     assert "successPolicy" not in specs()["plain/jobset.yaml"][0], "it would end a pod that still copies a checkpoint"
 
 
-def test_one_incident_is_one_failure_of_each_pod_however_many_there_are():
+def test_one_incident_is_one_failure_per_pod():
     """All pods leave with 75 at once, ten times; the eleventh starts the whole JobSet again."""
     spec, failure_policy = specs()["trainer/runtime-2.2.yaml"]
     controller = JobController(spec)

@@ -105,7 +105,7 @@ def test_an_elastic_policy_with_etcd(tmp_path, server):
 
 
 @pytest.mark.full
-def test_its_exit_codes_are_those_that_the_policy_retries(tmp_path, server):
+def test_its_exit_codes_match_the_retry_policy(tmp_path, server):
     """The setting comes by PET_RDZV_CONF: an evicted pod ends with 128 + 75, which ExitCode retries."""
     environ = operator(server, PET_NNODES="1:1", PET_NPROC_PER_NODE="1")
     with Job([*TORCHRUN, "--no-python", "sh", "-c", "echo up; exec sleep 600"], tmp_path, **environ) as job:

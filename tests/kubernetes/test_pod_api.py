@@ -130,7 +130,7 @@ def test_a_disruption_that_the_server_knows_of_decides(tmp_path, api):
 
 @pytest.mark.full
 @pytest.mark.parametrize("mood", ["well", "forbidden", "wrong-ca", "hangs"])
-def test_without_an_answer_the_verdict_is_that_of_the_worker(tmp_path, api, mood):
+def test_without_an_answer_the_worker_decides(tmp_path, api, mood):
     """A server that hangs answers only when the job is long over."""
     api.pod = dict(RUNNING) if mood == "well" else api.pod
     api.status = 403 if mood == "forbidden" else 200

@@ -31,7 +31,7 @@ def finish(kube: Pods) -> None:
     assert sorted(kube.ended) == list(range(kube.count)), kube.codes
 
 
-def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(tmp_path):
+def test_evicted_lost_and_killed_pods_are_replaced(tmp_path):
     """The first pod, with the first member of etcd, is preempted, twice. Then a node is lost, and a container runs out of memory.
     Each time the others wait for the new pod, which has another address under the old name; nothing is charged for an eviction.
     """
@@ -51,7 +51,7 @@ def test_pods_that_are_evicted_lost_and_killed_are_replaced_and_the_job_goes_on(
         finish(kube)
 
 
-def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_without_it(tmp_path):
+def test_a_late_pod_needs_no_etcd_to_finish(tmp_path):
     """The node of the first pod is lost, and the new pod takes long to start. Meanwhile a spare steps in and the job succeeds."""
     with pods(tmp_path, PLAIN, 3, 2, (*ETCD, "--rdzv-conf=join_timeout=90"), SECRET) as kube:
         kube.start_all()
@@ -66,7 +66,7 @@ def test_a_pod_that_comes_after_the_end_finds_no_etcd_and_the_job_is_done_withou
         assert kube.running[0].agent.finish().returncode == 75
 
 
-def test_without_etcd_the_first_pod_takes_the_store_with_it_and_brings_another(tmp_path):
+def test_the_first_pod_takes_the_store_with_it(tmp_path):
     """ext_c10d at the static address: the new first pod, with a new address under the old name, hosts an empty store. The other
     one puts back into it what it knows of the job, and both go on; nothing is charged for the lost node.
     """

@@ -9,7 +9,7 @@ import threading
 from elastic_ext.own_etcd import certificates
 
 
-def test_a_client_that_is_as_strict_as_python_3_13_takes_a_host_for_what_it_is(tmp_path):
+def test_a_client_as_strict_as_python_3_13(tmp_path):
     """Else no keeper there sees that the others serve already, and an empty member begins in the place of one with data."""
     places = [tmp_path / "server", tmp_path / "client"]
     for place in places:

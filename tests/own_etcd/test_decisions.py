@@ -37,14 +37,14 @@ def test_one_member_below_three_hosts_else_three(endpoint, listed, hosts, others
     assert plan.client_port == port_of("job1")
 
 
-def test_a_port_is_for_clients_and_the_next_one_for_peers():
+def test_a_clients_port_precedes_the_peers_port():
     plan = make_plan("job:a,b,[::2]:7000", "job1", ())
     assert plan.endpoints == "https://a:7000,https://b:7000,https://[::2]:7000"
     assert plan.initial_cluster == "a=https://a:7001,b=https://b:7001,::2=https://[::2]:7001"
     assert make_plan("job::7000", "job1", SLURM).client_port == 7000
 
 
-def test_ports_without_one_are_below_those_that_the_kernel_gives_out():
+def test_default_ports_are_below_those_of_the_kernel():
     ports = {port_of(f"job{number}") for number in range(2000)}
     assert len(ports) > 1500
     assert min(ports) >= 20000
@@ -159,12 +159,12 @@ ORDER = ("h1", "h2", "h3", "h4", "h5")
         (ALL, {"h1": host(1), "h2": host(2), "h3": host(3, False)}, (3, "")),
     ],
 )
-def test_a_lost_member_gives_its_place_to_a_host_that_waits(members, hosts, step):
+def test_a_waiting_host_replaces_a_lost_member(members, hosts, step):
     found = decisions.next_step(3, members, hosts, ORDER, patient=False)
     assert (found and (found.remove, found.add)) == step
 
 
-def test_a_member_that_nobody_has_seen_may_be_late_at_the_start():
+def test_a_never_seen_member_may_start_late():
     late = [*ALL[:2], known(3, seen=False)]
     hosts = {"h1": host(1), "h2": host(2), "h4": host(4, False)}
     assert decisions.next_step(3, late, hosts, ORDER, patient=True) is None
@@ -175,7 +175,7 @@ def test_a_cluster_of_one_is_never_touched():
     assert decisions.next_step(1, [known(1)], {"h2": host(2, False)}, ORDER, patient=False) is None
 
 
-def test_steps_one_after_the_other_keep_a_majority_alive():
+def test_one_step_at_a_time_keeps_majorities():
     """Whatever is lost one after the other, while the rest is put right: after each step most members of the list live."""
     hosts = {f"h{number}": host(number, number <= 3) for number in range(1, 7)}
     members = list(ALL)
@@ -194,7 +194,7 @@ def test_steps_one_after_the_other_keep_a_majority_alive():
         assert len(members) == 3
 
 
-def test_the_newest_program_is_taken_and_a_bad_one_known():
+def test_the_newest_good_program_is_taken():
     assert parse_version("etcd Version: 3.5.17\nGit SHA: x\n") == (3, 5, 17)
     assert parse_version("3.5.17") is None
     bad = {(3, 4, 30): False, (3, 5, 0): True, (3, 5, 2): True, (3, 5, 3): False, (3, 6, 0): False}
@@ -218,14 +218,14 @@ def test_the_options_are_read_before_torch_is(argv, found):
     assert (options and (options.endpoint, options.run_id)) == found
 
 
-def test_the_environment_of_kubeflow_is_read_and_the_command_line_wins():
+def test_kubeflows_environment_is_read_the_command_line_wins():
     environ = {"PET_RDZV_BACKEND": "ext_etcd", "PET_RDZV_ENDPOINT": "job:a", "PET_RDZV_ID": "r", "PET_RDZV_CONF": "a=b, c=d"}
     options = early_options(["--rdzv-id=mine", "x.py"], environ)
     assert options is not None
     assert (options.endpoint, options.run_id, options.rdzv_conf) == ("job:a", "mine", {"a": "b", "c": "d"})
 
 
-def test_a_predecessor_is_the_same_job_on_the_same_host_from_another_run():
+def test_a_predecessor_is_another_run_on_this_host():
     """Not the keeper of another host: several may share a machine's memory, and would end each other."""
     hosts = ("a", "b", "c")
     mine = folder.folder_of("job", hosts, "a", {})
@@ -241,7 +241,7 @@ def test_a_predecessor_is_the_same_job_on_the_same_host_from_another_run():
     ]
 
 
-def test_the_path_of_a_keepers_socket_fits_whatever_tmpdir_is(monkeypatch, tmp_path):
+def test_a_keepers_socket_path_fits_any_tmpdir(monkeypatch, tmp_path):
     """The kernel takes 107 bytes; the largest user id and the longest names of a run make the longest path."""
     monkeypatch.setattr(folder, "IN_MEMORY", str(tmp_path / "missing"))
     monkeypatch.setattr(folder.os, "geteuid", lambda: 2**32 - 2)
@@ -250,7 +250,7 @@ def test_the_path_of_a_keepers_socket_fits_whatever_tmpdir_is(monkeypatch, tmp_p
     assert len(str(place / "socket.part")) <= 107
 
 
-def test_the_members_of_two_runs_of_a_job_are_no_cluster():
+def test_members_of_two_runs_are_no_cluster():
     """On the same hosts and ports, with the same secret: what is left of the run before a requeue must not be joined."""
     hosts = ("a", "b", "c")
     before, after = (folder.folder_of("job", hosts, "a", {"SLURM_RESTART_COUNT": count}) for count in "01")

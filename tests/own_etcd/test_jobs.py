@@ -38,7 +38,7 @@ def laptop(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_job_on_one_machine_needs_nothing_and_leaves_nothing(laptop):
+def test_a_job_on_one_machine_leaves_nothing(laptop):
     """Two agents, two ways to start them, one etcd, one restart. Once both commands have returned, nothing is left."""
     first = laptop.start("2", ELASTIC, "exit3:0", name="a")
     second = laptop.start("2", name="b", command=TORCHRUN)
@@ -63,7 +63,7 @@ def test_a_bug_leaves_nothing(laptop):
 
 
 @pytest.mark.seam
-def test_a_killed_agent_leaves_the_etcd_to_the_next_one_and_that_leaves_nothing(laptop):
+def test_a_killed_agent_leaves_etcd_to_the_next(laptop):
     """The keeper outlives its agent: the next one finds the job and its records, and at the end there is nothing."""
     first = laptop.start("1:2", name="a")
     first.wait_for(seen(1, 0))
@@ -85,7 +85,7 @@ def test_without_any_agent_the_etcd_ends_by_itself(laptop):
     laptop.assert_gone()
 
 
-def test_a_killed_keeper_comes_back_with_the_data_which_that_of_another_job_leaves(laptop):
+def test_a_killed_keeper_returns_with_its_own_data(laptop):
     """The agent is in, and about to start another keeper. Stopped, it shows what others see in between. The killed one does not
     stay as its zombie."""
     agent = laptop.start("1")
@@ -106,7 +106,7 @@ def test_a_killed_keeper_comes_back_with_the_data_which_that_of_another_job_leav
     laptop.assert_gone()
 
 
-def test_a_member_that_dies_is_started_again_but_not_for_ever(laptop):
+def test_a_dying_member_is_restarted_a_few_times(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
     for death in range(1, keeper.DEATHS + 2):
@@ -118,7 +118,7 @@ def test_a_member_that_dies_is_started_again_but_not_for_ever(laptop):
     agent.wait_for("keeps ending")
 
 
-def test_a_spare_that_can_takes_the_place_of_a_lost_member(tmp_path):
+def test_a_spare_can_replace_a_lost_member(tmp_path):
     """The keeper of one of three members is killed while its agent is stopped. The first spare's port is taken, so the next one
     gets the member. The host that had it goes on without one, for its data is that of a removed one; another host is lost then.
     """
@@ -146,7 +146,7 @@ def test_a_spare_that_can_takes_the_place_of_a_lost_member(tmp_path):
             assert agents[3].err.count("has ended on") <= keeper.DEATHS + 1
 
 
-def test_a_spare_that_comes_as_the_job_ends_does_not_run_it_again(tmp_path):
+def test_a_spare_at_the_end_reruns_nothing(tmp_path):
     """The etcd of two hosts serves only once both are there. By then the other agent has done all in less than a second."""
     needs("ip")
     (tmp_path / "short.py").write_text("print('ran', flush=True)")
@@ -156,7 +156,7 @@ def test_a_spare_that_comes_as_the_job_ends_does_not_run_it_again(tmp_path):
         assert "".join(each.out for each in ended) == "ran\n"
 
 
-def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
+def test_a_new_machine_of_old_name_gets_members(tmp_path):
     """Then a second one of the first three is lost, and nothing is left."""
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
@@ -176,7 +176,7 @@ def test_a_new_machine_under_the_name_of_a_lost_one_gets_a_new_member(tmp_path):
         assert "supervises this run: ext_etcd" in back.err
 
 
-def test_the_member_that_is_left_of_a_lost_majority_makes_way_for_a_new_etcd(tmp_path):
+def test_a_lost_majoritys_last_member_makes_way(tmp_path):
     """Two of three hosts are lost at once, and so is their data. The agent of the third one gives up, and is started again."""
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
@@ -193,7 +193,7 @@ def test_the_member_that_is_left_of_a_lost_majority_makes_way_for_a_new_etcd(tmp
         job.finish(again)
 
 
-def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_new_etcd(tmp_path):
+def test_the_last_hosts_agent_gets_a_new_etcd(tmp_path):
     """It waits for etcd for `join_timeout`, ten minutes. The agents of the other hosts are started again until they get in."""
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
@@ -221,7 +221,7 @@ def test_an_agent_that_stays_on_the_host_that_is_left_of_a_lost_majority_gets_a_
         assert "has had no majority for 60 s" in stays.err
 
 
-def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member(laptop):
+def test_slurms_signal_to_all_ends_no_etcd(laptop):
     agent = laptop.start("1")
     agent.wait_for(seen(1, 0))
     keepers = laptop.keepers()
@@ -233,7 +233,7 @@ def test_slurms_signal_to_every_process_of_a_step_ends_neither_keeper_nor_member
     assert laptop.folders() == []
 
 
-def test_a_data_dir_that_cannot_be_written_is_wrong_usage_and_leaves_nothing(laptop):
+def test_an_unwritable_data_dir_is_wrong_usage(laptop):
     done = laptop.start("1", etcd_data_dir="/proc/no/such").finish()
     assert done.returncode == 78, done.err
     assert "etcd_data_dir=/proc/no/such: No such file or directory" in done.err
@@ -258,7 +258,7 @@ def test_a_node_cut_off_alone_comes_back(tmp_path, monkeypatch):
 
 
 @pytest.mark.seam
-def test_in_a_step_of_slurm_nobody_waits_for_a_lost_store(tmp_path, monkeypatch):
+def test_a_slurm_step_awaits_no_lost_store(tmp_path, monkeypatch):
     """The job's etcd was on the host that is lost; elsewhere than in Slurm that may come back within join_timeout."""
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.setenv(name, "7")

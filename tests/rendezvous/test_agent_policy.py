@@ -52,7 +52,7 @@ def test_the_node_of_the_store_stays(needed: tuple[str, ...], response: Response
 
 
 @pytest.mark.parametrize(("ambiguous", "refused"), [((), "c"), (("c",), ""), (("a",), "c")])
-def test_a_name_that_several_machines_have_is_not_refused(ambiguous: tuple[str, ...], refused: str) -> None:
+def test_a_name_of_several_machines_is_not_refused(ambiguous: tuple[str, ...], refused: str) -> None:
     """A healthy one would be locked out with the bad one, which leaves all the same."""
     found = judged(ambiguous=frozenset(ambiguous))
     assert decode_verdict(found.verdict).decision.response is Response.REPLACE_NODE
@@ -60,15 +60,13 @@ def test_a_name_that_several_machines_have_is_not_refused(ambiguous: tuple[str, 
 
 
 @pytest.mark.parametrize(("ambiguous", "response"), [((), Response.REPLACE_NODE), (("c",), Response.CONFIRM)])
-def test_failures_of_several_machines_of_one_name_are_not_counted_against_one(
-    ambiguous: tuple[str, ...], response: Response
-) -> None:
+def test_failures_of_namesakes_are_counted_apart(ambiguous: tuple[str, ...], response: Response) -> None:
     decision = with_progress(agent_policy(2000), 2, "SIGSEGV", 2048, ambiguous=frozenset(ambiguous))
     assert decision.response is response
 
 
 @pytest.mark.parametrize(("ambiguous", "rule"), [((), "cut-again"), (("c",), "network-cut")])
-def test_cuts_of_several_machines_of_one_name_are_not_counted_against_one(ambiguous: tuple[str, ...], rule: str) -> None:
+def test_cuts_of_namesakes_are_counted_apart(ambiguous: tuple[str, ...], rule: str) -> None:
     """The node that others miss has nothing to report itself."""
     policy, ledger = agent_policy(3), ""
     gone = RaisedException("torch.distributed.DistBackendError", "NCCL error: remote process exited")
@@ -83,15 +81,15 @@ def test_cuts_of_several_machines_of_one_name_are_not_counted_against_one(ambigu
     assert (verdict.decision.rule, verdict.node, verdict.host) == (rule, "c-1-aaaaaa", "c")
 
 
-def test_without_a_report_too_few_are_left_and_the_job_ends_to_be_requeued() -> None:
+def test_too_few_without_a_report_are_requeued() -> None:
     policy = AgentPolicy(Settings(exit_codes="kubeflow"), 3, lambda: None)
     before = encode_ledger(Ledger(charged=4))
-    lost = {"n2-17-a3b2c1": "was lost", "n3-18-d4e5f6": "was told to leave"}
+    lost = {"n2-17-a3b2c1": "was lost", "n3-18-d4e5f6": "was asked to leave"}
     judged = policy.judge(RoundReports(7, {}, {}, lost, 1, {}), before)
     verdict, ledger = decode_verdict(judged.verdict), decode_ledger(judged.ledger)
     assert (judged.state, verdict.decision.response, verdict.decision.exit_code) == (State.CLOSED, Response.REQUEUE, 128 + 75)
     assert (verdict.ends_job, verdict.keeps_ledger, verdict.round, verdict.host) == (True, True, 7, "n2")
-    assert verdict.decision.reason.startswith("node n2 was lost; node n3 was told to leave; 1 of at least 3 nodes are left")
+    assert verdict.decision.reason.startswith("node n2 was lost; node n3 was asked to leave; 1 of at least 3 nodes are left")
     assert (ledger.charged, ledger.failures, ledger.verdicts) == (4, (), (verdict,)), "nothing is charged"
 
 
@@ -146,6 +144,6 @@ def test_only_silence_that_was_seen_counts(looks: list[tuple[float | None, float
 
 
 @pytest.mark.parametrize(("nodes", "members", "rule"), [(12, 8, "bus-error"), (13, 12, "bad-node")])
-def test_spares_do_not_count_among_the_nodes_that_may_fail_by_chance(nodes: int, members: int, rule: str) -> None:
+def test_spares_do_not_count_among_possible_failures(nodes: int, members: int, rule: str) -> None:
     """Of 8 nodes one may have three failures in a row by chance, however many wait."""
     assert with_progress(agent_policy(members), 3, "SIGBUS", nodes, members=members).rule == rule

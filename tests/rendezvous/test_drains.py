@@ -34,8 +34,8 @@ def drained(*ids: str, **more: object) -> Header:
         ("rack-3-n3", HEADER, {}, 1, Answer.ADMITTED, "others: 3 nodes"),
         ("n2", HEADER, {"n1": "bad"}, 2, Answer.TOO_FEW, "1 node would remain"),  # one that is refused does not count
         ("n2", drained("rack-3-n3-10-dddddd"), {}, 3, Answer.TOO_FEW, "2 nodes would remain"),
-        ("n2", drained("n2-10-cccccc"), {}, 9, Answer.ASKED, "n2 was told to leave before"),
-        ("n4", drained("n4-10-aaaaaa"), {}, 9, Answer.ASKED, "n4 was told to leave before"),  # it has just died
+        ("n2", drained("n2-10-cccccc"), {}, 9, Answer.ASKED, "n2 was asked to leave before"),
+        ("n4", drained("n4-10-aaaaaa"), {}, 9, Answer.ASKED, "n4 was asked to leave before"),  # it has just died
         ("n4", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left the job before: drained: fan"),
         ("rack-4-n3", HEADER, {"rack": "drained: fan"}, 1, Answer.UNKNOWN, "no node rack-4-n3"),
         ("n4-7-aaaaaa", HEADER, {"n4": "drained: fan"}, 1, Answer.LEFT, "n4 has left"),
@@ -151,7 +151,7 @@ def test_how_a_drain_has_ended(asked, header, nodes, done, ending, said):
     assert said in (found.reason if found is not None else "")
 
 
-def test_who_is_ready_but_cannot_be_spared_saves_again_before_leaving():
+def test_an_indispensable_node_saves_again_before_leaving():
     """Its spare is lost before the checkpoint, and another one comes much later: steps since would be repeated."""
     header, ready = drained(NODES[0]), {id_: node(1, 40) for id_ in NODES[:3]}
     assert drains.may_go(header, ready, NODES[:3], 3) == ()
@@ -167,7 +167,7 @@ def test_who_is_ready_but_cannot_be_spared_saves_again_before_leaving():
     assert drains.may_go(kept, spared, (), 3) == (NODES[0],)  # between two rounds nothing is lost
 
 
-def test_nobody_is_held_who_can_go_or_has_nothing_saved():
+def test_a_node_that_can_go_is_not_held():
     header = drained(NODES[0], NODES[1])
     assert drains.held(header, dict.fromkeys(NODES, node()), NODES, 4) is header
     nodes = dict.fromkeys(NODES, node(1, 40))
@@ -176,7 +176,7 @@ def test_nobody_is_held_who_can_go_or_has_nothing_saved():
     assert drains.held(after, nodes, NODES, 3) is after, "the second would save for nothing: its place was promised to the first"
 
 
-def test_machines_of_one_name_are_known_by_their_boot():
+def test_machines_of_one_name_differ_by_boot():
     def node(machine: str, address: str = "10.0.0.1") -> Node:
         return Node(0, 1, "trainer", address, 1, machine=machine)
 
@@ -213,7 +213,7 @@ def keeps(spares: int, leaving: tuple[str, ...] = (), refused: dict[str, str] | 
         (1, ("n4-10-dddddd",), "no spare waits; nothing was changed"),
     ],
 )
-def test_each_node_that_leaves_needs_a_spare_of_its_own(spares, leaving, expected):
+def test_each_leaving_node_needs_its_own_spare(spares, leaving, expected):
     assert keeps(spares, leaving) == expected
 
 
@@ -225,7 +225,7 @@ def test_each_node_that_leaves_needs_a_spare_of_its_own(spares, leaving, expecte
         ("drained: fan", False),
     ],
 )
-def test_a_rank_that_is_late_on_one_host_after_another_costs_one_host_only(why, kept):
+def test_a_wandering_late_rank_costs_one_host(why, kept):
     """Rank 0 that writes the log, say: the job would restart every few minutes, until no host is left."""
     assert keeps(1, refused={"n7": why}) == ("n7 has left for the same before; nothing was changed" if kept else "")
     assert keeps(1, refused={"n2": why}) == ""

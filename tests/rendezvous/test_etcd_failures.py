@@ -43,7 +43,7 @@ def verdicts(tmp_path: Path, names: str) -> list[dict]:
     return [json.loads((tmp_path / f"verdict-{name}").read_text()) for name in names]
 
 
-def test_a_bug_that_the_others_feel_before_its_own_node_does(store, start, tmp_path):
+def test_a_bug_that_others_feel_first(store, start, tmp_path):
     """The process that raised is still about to end when the other node reports its lost connection; it need not even be the
     last: a worker beside it may use up the grace, which is longer than the verdict settles. The bug is the cause all the same.
     """
@@ -63,7 +63,7 @@ def test_a_bug_that_the_others_feel_before_its_own_node_does(store, start, tmp_p
 
 
 @pytest.mark.seam
-def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(store, nodes, start):
+def test_a_node_of_two_crashes_leaves_with_69(store, nodes, start):
     """The two crashes are on one node only; the third node is a spare that the job may use. The bad one may not come back."""
     good = [start(name, store, "2:3") for name in "ab"]
     nodes.wait_for('"attempt"')
@@ -82,7 +82,7 @@ def test_a_node_whose_workers_crash_twice_leaves_with_69_and_the_job_goes_on(sto
 
 
 @pytest.mark.full
-def test_of_a_job_that_cannot_spare_its_bad_node_that_one_alone_leaves_with_69(server, start, tmp_path):
+def test_an_indispensable_bad_node_alone_leaves_with_69(server, start, tmp_path):
     good, bad = start("a", server, "2"), start("b", server, "2", *(f"exit14:{attempt}" for attempt in range(3)))
     assert [each.finish().returncode for each in (good, bad)] == [75, 69], good.err
     again, ill = verdicts(tmp_path, "ab")
@@ -143,7 +143,7 @@ def test_the_budget_is_the_jobs_whoever_fails(store, start, tmp_path):
 
 
 @pytest.mark.seam
-def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(store, nodes, start, tmp_path):
+def test_an_agent_asked_to_stop_costs_no_charge(store, nodes, start, tmp_path):
     """Under our own command; under torchrun, see the next one, and test_etcd_jobs."""
     stays = start("a", store, "1:2")
     stays.wait_for(seen(1, 0))
@@ -165,7 +165,7 @@ def test_an_agent_that_is_told_to_stop_says_so_and_the_job_is_not_charged(store,
     ("waits", "sig", "code"),
     [("for etcd", signal.SIGINT, 130), ("before a restart", signal.SIGTERM, 75)],
 )
-def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, start, tmp_path, waits, sig, code):
+def test_a_waiting_agent_leaves_when_asked(server, start, tmp_path, waits, sig, code):
     """The signal is why it ends, and not the failure, and the waits of a minute and more are not waited out."""
     faults = ["exit3:0"] if waits == "before a restart" else []
     job = start("a", server, "1", *faults, ELASTIC_EXT_BACKOFF="1000", ELASTIC_EXT_BACKOFF_MAX="1000")
@@ -183,7 +183,7 @@ def test_an_agent_that_waits_over_a_failure_leaves_when_it_is_told(server, start
     assert (verdict["decision"]["exit_code"], sig.name in verdict["decision"]["reason"]) == (code, True)
 
 
-def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(store, nodes, start):
+def test_a_node_that_cannot_continue_does_not_wait(store, nodes, start):
     """Whether its workers have just finished or are stopped: that they have could neither be told nor be learnt of others."""
     job = start("a", store, "1:2")
     job.wait_for(seen(1, 0))
@@ -195,7 +195,7 @@ def test_a_node_that_can_take_no_further_part_does_not_wait_for_ever_at_the_end(
     assert job.finish(60).returncode == 78
 
 
-def test_a_restart_counts_for_as_long_as_the_window_says(store, nodes, start):
+def test_a_restart_counts_within_the_window(store, nodes, start):
     """Three restarts with a budget of two: etcd has taken the first two away before the third."""
     env = {"ELASTIC_EXT_BUDGET_WINDOW": "2", "ELASTIC_EXT_MAX_RESTARTS": "2"}
     job = start("a", store, "1:2", "exit3:0", "exit4:1", **env)

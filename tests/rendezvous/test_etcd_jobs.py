@@ -126,7 +126,7 @@ def assert_one_line(done: Finished, code: int, said: str) -> None:
 
 
 @pytest.mark.seam
-def test_a_failure_on_one_node_is_everybodys_news_and_costs_one_round(store, tmp_path):
+def test_one_nodes_failure_costs_one_round(store, tmp_path):
     """Mixed local world sizes and roles; every node takes part in the second round, none fails on its own account."""
     options = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=3"]
     base = [*TORCHRUN, *store.options, *options]
@@ -160,7 +160,7 @@ def test_nodes_join_and_leave_and_ranks_stay(store, nodes):
 
 
 @pytest.mark.seam
-def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(store, nodes):
+def test_a_killed_agent_takes_its_workers_along(store, nodes):
     first = nodes.start("a", store.endpoint, "1:2")
     first.wait_for(seen(1, 0))
     second = nodes.start("b", store.endpoint, "1:2")
@@ -176,7 +176,7 @@ def test_a_killed_agent_takes_its_workers_along_and_the_others_go_on(store, node
 
 
 @pytest.mark.seam
-def test_a_node_that_is_cut_off_stops_before_the_others_go_on_without_it(store, nodes):
+def test_an_isolated_node_stops_before_others_go_on(store, nodes):
     with Proxy(int(store.endpoint.rpartition(":")[2])) as proxy:
         first = nodes.start("a", store.endpoint, "1:2")
         first.wait_for(seen(1, 0))
@@ -212,7 +212,7 @@ else:
 
 
 @pytest.mark.full
-def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(store, nodes, tmp_path):
+def test_a_returning_lost_node_explains_workers_failures(store, nodes, tmp_path):
     """Its agent was paused: its lease ends, the others go on without it, and its worker fails as theirs are gone. No restart is
     charged: with a budget of none the job would end."""
     first, second = waiting_pair(store, nodes, tmp_path, "2")
@@ -223,7 +223,7 @@ def test_a_node_that_was_lost_and_is_back_explains_the_failure_of_its_worker(sto
 
 
 @pytest.mark.full
-def test_a_node_that_was_left_behind_does_not_take_that_for_a_failure(store, nodes, tmp_path):
+def test_a_node_left_behind_sees_no_failure(store, nodes, tmp_path):
     """The job has gone on without it, and ended: its verdict on that round is not to be had."""
     first, second = waiting_pair(store, nodes, tmp_path, "1:2")
     assert first.finish().returncode == 0, first.err
@@ -245,7 +245,7 @@ def waiting_pair(server: Store, nodes: Nodes, tmp_path: Path, nnodes: str) -> li
 
 
 @pytest.mark.seam
-def test_a_bug_on_one_node_ends_the_job_on_all(store, nodes):
+def test_a_bug_on_one_node_ends_all(store, nodes):
     first = nodes.start("a", store.endpoint, "2")
     second = nodes.start("b", store.endpoint, "2", "bug:0")
     assert second.finish().returncode == 65
@@ -256,7 +256,7 @@ def test_a_bug_on_one_node_ends_the_job_on_all(store, nodes):
 
 
 @pytest.mark.seam
-def test_a_crash_that_follows_its_rank_is_a_bug(store, nodes):
+def test_a_crash_following_its_rank_is_a_bug(store, nodes):
     """No node leaves for it, and it costs one restart: the ranks of the node have moved to the other one."""
     faults = ["segv1:0", "segv1:1"]
     conf = f"{CONF},standby=off"
@@ -309,7 +309,7 @@ def test_megatron_finds_the_bad_node(store, nodes, tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_id_can_be_used_again_and_nothing_is_left(server, nodes):
+def test_a_run_id_can_be_reused(server, nodes):
     nodes.start("a", server.endpoint, "1")
     nodes.finish()
     # With another number of nodes: nobody is in the old job any more.
@@ -323,7 +323,7 @@ def test_a_run_id_can_be_used_again_and_nothing_is_left(server, nodes):
 
 
 @pytest.mark.full
-def test_a_spare_waits_for_as_long_as_the_job_trains(nodes, server):
+def test_a_spare_waits_while_the_job_trains(nodes, server):
     """join_timeout is for a job that does not train: a scheduler counts each 75 of a spare as a failure."""
     first = nodes.start("a", server.endpoint, "1")
     first.wait_for(seen(1, 0))
@@ -337,7 +337,7 @@ def test_a_spare_waits_for_as_long_as_the_job_trains(nodes, server):
 
 
 @pytest.mark.full
-def test_an_etcd_that_is_away_at_the_start_is_waited_for(server, tmp_path):
+def test_an_etcd_away_at_start_is_awaited(server, tmp_path):
     """Its pods may start later than those of the job. Where it stays away, a scheduler is asked to try again."""
     (tmp_path / "ok.py").write_text("print('started')")
     command = [*TORCHRUN, "--rdzv-backend=ext_etcd", "--rdzv-id=j"]

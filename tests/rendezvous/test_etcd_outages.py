@@ -119,7 +119,7 @@ def watched(server: EtcdServer, tmp_path: Path, stack: ExitStack) -> Watched:
 # etcd goes away.
 
 
-def test_members_of_etcd_lost_for_longer_than_the_lease_restart_nothing(tmp_path, stack):
+def test_long_lost_etcd_members_restart_nothing(tmp_path, stack):
     """The leader, the hardest to lose. Afterwards all is as before: a third node joins."""
     cluster = stack.enter_context(EtcdCluster(tmp_path / "cluster"))
     nodes = on(stack, tmp_path, ",".join(cluster.endpoints))
@@ -146,7 +146,7 @@ def is_claim(event: Event) -> bool:
     return b"/nodes/" in event.kv.key and event.kind == "put" and event.kv.create_revision != event.kv.mod_revision
 
 
-def test_clocks_that_jump_an_hour_forwards_and_back_cost_no_lease_and_no_restart(watched, tmp_path):
+def test_clocks_that_jump_an_hour_cost_nothing(watched, tmp_path):
     """That of one node forwards, that of the other back, for longer than a lease; one of them leads. A server of etcd cannot have
     a clock of its own: Go asks the kernel without the C library.
     """
@@ -190,7 +190,7 @@ def auth_job(auth_server: EtcdServer, tmp_path: Path, stack: ExitStack) -> Watch
     return Watched(tmp_path, stack, client, auth_server.endpoint, LOGLEVEL="DEBUG", **secret)
 
 
-def test_with_a_password_the_job_forms_and_forms_again_and_nobody_tells_the_password(auth_job):
+def test_with_a_password_jobs_form_without_leaking_it(auth_job):
     """The workers do not even get it."""
     auth_job.form("ab", "2")
     pids = auth_job.pids(0)
@@ -221,7 +221,7 @@ def test_with_certificates_on_both_sides(tmp_path, stack, certificates):
     nodes.end()
 
 
-def test_a_leader_that_may_no_longer_write_leaves_and_the_others_go_on(auth_server, auth_job):
+def test_a_leader_that_may_not_write_leaves(auth_server, auth_job):
     root = ("--user", "root:root-secret-1180")
     for command in ("user add bob --new-user-password bob-secret-9041", "user grant-role bob ann"):
         auth_server.etcdctl(*root, *command.split())
@@ -245,14 +245,14 @@ def fill(client: EtcdClient) -> None:
                 client.put("/of-others", "x" * size)
 
 
-def test_a_full_etcd_is_one_clear_line_and_78(tmp_path, stack, nodes):
+def test_a_full_etcd_is_one_line_and_78(tmp_path, stack, nodes):
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=1000000"]))
     fill(stack.enter_context(EtcdClient(server.endpoint)))
     done = nodes.start("a", server.endpoint, "1").finish()
     assert_one_line(done, 78, "database space exceeded; compact and defragment etcd")
 
 
-def test_while_etcd_is_full_training_goes_on_and_a_failure_waits_until_it_has_room(tmp_path, stack):
+def test_a_failure_waits_until_full_etcd_has_room(tmp_path, stack):
     """A worker of the node that does not lead fails: once there is room, that node writes, and the one that leads does."""
     server = stack.enter_context(EtcdServer(tmp_path / "etcd", args=["--quota-backend-bytes=4000000"]))
     nodes = on(stack, tmp_path, server.endpoint)

@@ -86,7 +86,7 @@ def all_in_trouble(nodes, store):
         node.looks_again()
 
 
-def test_a_node_that_alone_is_cut_off_stops_before_its_lease_ends(nodes):
+def test_a_node_cut_off_alone_stops_in_time(nodes):
     nodes[0].ends_in(TTL_S / 2)
     assert nodes[0].changed.wait(LONG_S)
     assert nodes[0].fence.closed
@@ -94,7 +94,7 @@ def test_a_node_that_alone_is_cut_off_stops_before_its_lease_ends(nodes):
 
 
 @pytest.mark.seam
-def test_a_node_that_has_been_cut_off_stays_so_for_the_round(nodes, store):
+def test_a_cut_node_stays_so_this_round(nodes, store):
     """Its agent was paused, and renews its lease at once: its workers are being stopped, and the others must learn why."""
     nodes[0].ends_in(TTL_S / 20)
     assert nodes[0].changed.wait(LONG_S)
@@ -123,7 +123,7 @@ def frozen_store():
 
 @pytest.mark.seam
 @pytest.mark.parametrize("connected", [True, False])
-def test_a_store_that_never_answers_holds_up_no_decision(frozen_store, connected):
+def test_a_silent_store_holds_up_no_decision(frozen_store, connected):
     """The host of rank 0 is frozen or cut off: torch's call on its connection would never return."""
     server, node, store = frozen_store
     if connected:
@@ -138,7 +138,7 @@ def test_a_store_that_never_answers_holds_up_no_decision(frozen_store, connected
 
 
 @pytest.mark.seam
-def test_a_process_that_ends_waits_for_calls_of_all_rounds(frozen_store, store):
+def test_an_ending_process_waits_for_all_rounds_calls(frozen_store, store):
     server, _, frozen = frozen_store
     server.pause()
     states = NodeStates(LONG_S)
@@ -153,7 +153,7 @@ def test_a_process_that_ends_waits_for_calls_of_all_rounds(frozen_store, store):
 
 
 @pytest.mark.full
-def test_a_process_that_ends_waits_while_torch_tries_to_connect_twice():
+def test_an_ending_process_outwaits_two_connection_attempts():
     """Its host is gone. A call that returned while the interpreter ends would abort the process."""
     assert NodeStates(connect_s=4.0).swap(RoundStore("127.0.0.1", free_port(), 1, 2), "1", 0.05) is None
     (call,) = (each for each in threading.enumerate() if isinstance(each, StoreCall))
@@ -174,7 +174,7 @@ def test_without_another_thread_the_store_counts_as_silent(store, monkeypatch):
 
 
 @pytest.mark.seam
-def test_what_a_call_writes_that_was_given_up_does_not_stay(frozen_store):
+def test_a_given_up_calls_write_does_not_stay(frozen_store):
     server, node, store = frozen_store
     node.ends_in(TTL_S / 2, keeps=True)
     said(store, 1, b"1")
@@ -190,7 +190,7 @@ def test_what_a_call_writes_that_was_given_up_does_not_stay(frozen_store):
 
 @pytest.mark.full
 @pytest.mark.parametrize("lease_id", [None, 77])
-def test_when_the_first_comes_back_the_others_have_time_to_follow(nodes, store, lease_id, monkeypatch):
+def test_others_have_time_to_follow_the_first(nodes, store, lease_id, monkeypatch):
     """With its old lease, which the server had kept, or with a new one: it has registered again."""
     monkeypatch.setattr(fence, "TRAIN_ON_S", LONG_S)
     all_in_trouble(nodes, store)
@@ -222,12 +222,12 @@ def test_when_the_first_comes_back_the_others_have_time_to_follow(nodes, store, 
         (["2", "2"], None, 100.0, False),  # of an earlier outage
     ],
 )
-def test_who_trains_on_with_a_lease_that_is_over(others, all_down_at, now, excuses):
+def test_training_on_after_the_lease_is_over(others, all_down_at, now, excuses):
     assert may_train_on(others, all_down_at, now, TTL_S) is excuses
 
 
 @pytest.mark.parametrize("ttl_s", [2, 5, 10, 16, 60, 600])
-def test_whoever_leads_waits_longer_than_a_node_trains_on(ttl_s):
+def test_a_leader_waits_longer_than_nodes_train_on(ttl_s):
     """With a look to say that it is back, one to see it, and what a look may take when the store is slow."""
     assert returning_s(ttl_s) >= train_on_s(ttl_s) + 2 * POLL_SHARE * ttl_s + 2
 
@@ -246,7 +246,7 @@ def test_what_could_not_be_said_is_said_later(nodes, store):
     assert not nodes[0].changed.is_set()
 
 
-def test_what_was_said_of_an_earlier_outage_excuses_nobody(nodes, store):
+def test_an_earlier_outages_word_excuses_no_node(nodes, store):
     store.set("elastic_ext/trouble/0", "2")
     store.set("elastic_ext/trouble/2", "2")
     nodes[1].ends_in(TTL_S / 2)
@@ -264,5 +264,5 @@ def test_what_was_said_of_an_earlier_outage_excuses_nobody(nodes, store):
         ({str(number): 9 for number in range(MAX_SILENT + 1)}, 9, tuple(map(str, range(1, MAX_SILENT + 1)))),
     ],
 )
-def test_a_store_that_did_not_answer_is_forgotten_after_some_rounds(silent, round_, found):
+def test_a_silent_store_is_forgotten_some_rounds_later(silent, round_, found):
     assert recently_silent(silent, round_) == found

@@ -52,7 +52,7 @@ def worlds(job: Job) -> list[int]:
 
 @pytest.mark.full
 @BACKENDS
-def test_a_worker_of_one_of_two_nodes_fails_and_both_restart(backend, endpoint, tmp_path):
+def test_a_worker_fails_and_both_nodes_restart(backend, endpoint, tmp_path):
     with (
         start(tmp_path, backend, endpoint, "2", GLOO, "kill:1", NPROC="1") as first,
         start(tmp_path, backend, endpoint, "2", GLOO, "kill:1", NPROC="2") as second,

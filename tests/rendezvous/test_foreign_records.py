@@ -56,7 +56,7 @@ def forged(random_: random.Random, good: bytes) -> bytes:
     return json.dumps(value).encode()
 
 
-def test_a_verdict_to_stop_has_a_code_that_an_agent_may_leave_with():
+def test_a_verdict_to_stop_has_an_agents_code():
     for code in (0, None, 3, 256, -1):
         told = json.loads(job.encode_verdict(VERDICT))
         told["decision"]["exit_code"] = code
@@ -69,7 +69,7 @@ def test_a_verdict_to_stop_has_a_code_that_an_agent_may_leave_with():
     assert 0 not in STOP_CODES
 
 
-def test_what_is_read_is_in_range_and_what_is_not_is_told_in_one_line():
+def test_what_is_out_of_range_is_one_line():
     """10,000 of them; whatever is read can be written again, and is read as the same."""
     random_, read = random.Random(7), 0
     refused: list[str] = []
@@ -116,7 +116,7 @@ def test_a_field_out_of_its_range_is_named(change, said):
     assert said in str(error.value)
 
 
-def test_a_record_that_is_too_large_is_not_parsed():
+def test_a_too_large_record_is_not_parsed():
     with pytest.raises(RecordError, match="bytes, expected"):
         round_records.decode(Node, b" " * records.MAX_BYTES + GOOD["nodes/a"], "k")
 
@@ -125,7 +125,7 @@ def kv(key: bytes, value: bytes, lease_id: int = 1) -> KeyValue:
     return KeyValue(key, value, 1, 1, 1, lease_id)
 
 
-def test_each_key_and_content_is_told_once_and_fits_a_terminal():
+def test_each_key_and_content_is_reported_once():
     told: list[str] = []
     reader = RecordReader(told.append)
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_each_key_and_content_is_told_once_and_fits_a_terminal():
     assert reader.node(kv(b"/x/a", GOOD["nodes/a"])) is not None
 
 
-def test_a_header_with_a_verdict_that_cannot_be_carried_out_is_none():
+def test_an_impossible_verdict_makes_a_header_invalid():
     reader, header = RecordReader([].append), json.loads(GOOD["round"])
     assert reader.header(kv(b"k", GOOD["round"])) is not None
     for verdict in ("[" * 100_000, header["verdict"].replace('"exit_code":65', '"exit_code":0')):
@@ -187,7 +187,7 @@ def strangers(client: EtcdClient) -> None:
 
 
 @pytest.mark.full
-def test_a_job_begins_among_the_records_of_others_and_ends_well(store, nodes):
+def test_a_job_works_among_others_records(store, nodes):
     with EtcdClient(store.endpoint) as client:
         strangers(client)
         first = nodes.start("a", store.endpoint, "2")
@@ -201,7 +201,7 @@ def test_a_job_begins_among_the_records_of_others_and_ends_well(store, nodes):
 
 @pytest.mark.full
 @pytest.mark.parametrize("run_id", ["job1/nodes", "x" * 300, "a\tb", "\udcff"])
-def test_a_run_id_that_could_be_mistaken_is_refused_in_one_line(server, tmp_path, run_id, capsys):
+def test_an_ambiguous_run_id_is_refused(server, tmp_path, run_id, capsys):
     (tmp_path / "ok.py").write_text("print('started')")
     for kind, endpoint in ((EtcdRendezvous, server.endpoint), (OneMachine, "localhost:0")):
         with pytest.raises(UsageError, match="--rdzv-id") as error:
@@ -218,6 +218,6 @@ def test_a_run_id_that_could_be_mistaken_is_refused_in_one_line(server, tmp_path
         assert len(said.splitlines()) == 1
 
 
-def test_the_same_run_id_may_have_a_colon_a_blank_or_letters_of_any_language(tmp_path: Path):
+def test_a_run_id_may_have_any_letters(tmp_path: Path):
     for name in ("a:b", "night run", "학습-1", "x" * 200):
         assert records.is_name(name)

@@ -36,7 +36,7 @@ def assert_trains_with_two_more(nodes: Nodes, store: Store, patient: Job, conf: 
 
 @pytest.mark.seam
 @pytest.mark.full("embedded")
-def test_each_node_gives_up_alone_and_the_job_stays_open(store: Store, nodes: Nodes) -> None:
+def test_each_node_gives_up_alone(store: Store, nodes: Nodes) -> None:
     patient = start(nodes, "a", store, join_timeout=LONG_S)
     wait_for_nodes(store, 1)
     hasty = start(nodes, "b", store, join_timeout=5)
@@ -46,7 +46,7 @@ def test_each_node_gives_up_alone_and_the_job_stays_open(store: Store, nodes: No
 
 @pytest.mark.seam
 @pytest.mark.full("embedded")
-def test_in_a_step_of_slurm_a_job_of_too_few_ends_to_be_requeued(store: Store, nodes: Nodes, tmp_path: Path) -> None:
+def test_too_few_in_a_slurm_step_are_requeued(store: Store, nodes: Nodes, tmp_path: Path) -> None:
     """Nobody can come; elsewhere the node that is left would wait for join_timeout."""
     (tmp_path / "script.py").write_text("import signal; print('trains', flush=True); signal.pause()")
     own = {"script": "script.py", "conf": f"join_timeout={LONG_S},lease_ttl=2,last_call=0.5"}
@@ -62,7 +62,7 @@ def test_in_a_step_of_slurm_a_job_of_too_few_ends_to_be_requeued(store: Store, n
 
 
 @pytest.mark.full
-def test_the_node_that_has_started_the_store_gives_up_alone_and_the_store_stays(nodes: Nodes) -> None:
+def test_the_stores_node_gives_up_the_store_stays(nodes: Nodes) -> None:
     place = EmbeddedServer()  # where it will be: an agent starts it
     nodes.options = place.options
     clients = ",is_host=0,read_timeout=300"
@@ -76,7 +76,7 @@ def test_the_node_that_has_started_the_store_gives_up_alone_and_the_store_stays(
 
 
 @pytest.mark.full
-def test_an_agent_that_fails_closes_the_job_and_all_leave_with_one_code(store: Store, nodes: Nodes, tmp_path: Path) -> None:
+def test_a_failing_agent_closes_the_job_for_all(store: Store, nodes: Nodes, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import time\ntime.sleep(60)\n")
     ill = nodes.start("a", store.endpoint, "2", launcher=[*TORCHRUN, "--redirects=3", "--log-dir=logs"], script="script.py")
     wait_for_nodes(store, 1)

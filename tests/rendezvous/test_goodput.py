@@ -43,7 +43,7 @@ def productive(client: EtcdClient) -> dict[str, float]:
     return {host: record.spent.by_state[PRODUCTIVE] for host, record in found.items()}
 
 
-def test_agents_of_one_host_and_of_another_add_up(client):
+def test_agents_of_all_hosts_add_up(client):
     def add(host: str) -> None:
         mine = agent(client, host)
         for _ in range(10):
@@ -63,7 +63,7 @@ def test_agents_of_one_host_and_of_another_add_up(client):
     assert left_s == LEDGER_TTL_S
 
 
-def test_rank_0_adds_up_and_the_others_read_its_sum(client):
+def test_rank_0_adds_up_and_others_read(client):
     zero, one = agent(client, "a"), agent(client, "b", rank=1)
     assert one.share(SECOND) == Shared(SECOND, 1)  # nobody has added up yet
     assert zero.share(SECOND).spent.by_state[PRODUCTIVE] == 2
@@ -72,14 +72,14 @@ def test_rank_0_adds_up_and_the_others_read_its_sum(client):
     assert zero.share(Spent()).spent.by_state[PRODUCTIVE] == 3
 
 
-def test_a_new_host_learns_what_the_job_has_reached(client):
+def test_a_new_host_learns_the_jobs_progress(client):
     agent(client, "a").share(SECOND)
     assert agent(client, "new", rank=5).share(Spent()).spent.reached == 7
     agent(client, "b", rank=1).share(Spent(reached=9))  # rank 0, which adds up, is lost meanwhile
     assert agent(client, "replaces", rank=5, round_=2).share(Spent()).spent.reached == 9
 
 
-def test_a_lease_that_expired_and_rubbish_in_the_keys(client, caplog):
+def test_an_expired_lease_and_rubbish_in_keys(client, caplog):
     """That of another host is logged once."""
     mine = agent(client, "a")
     mine.share(SECOND)
@@ -94,7 +94,7 @@ def test_a_lease_that_expired_and_rubbish_in_the_keys(client, caplog):
 
 
 @pytest.mark.parametrize("same_host", [True, False])
-def test_a_late_agent_does_not_write_for_the_next_job(client, same_host):
+def test_a_late_agent_spares_the_next_job(client, same_host):
     late = agent(client, "a")
     late.share(SECOND)
     client.txn([], [*(Delete(each, prefix=True) for each in KEYS.outliving), Delete(KEYS.header)])

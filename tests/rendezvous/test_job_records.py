@@ -81,7 +81,7 @@ def end_a_job(client: Client, start: Start, nodes: int) -> None:
 @pytest.mark.parametrize("registers", [False, True], ids=["job-only", "and-its-node"])
 @pytest.mark.parametrize("after", [1, 2], ids=["after-reading", "after-judging"])
 @pytest.mark.parametrize("nodes_before", [1, 2], ids=["other-settings", "same-settings"])
-def test_the_slower_of_two_nodes_enters_the_job_that_the_faster_has_begun(world, start, nodes_before, after, registers):
+def test_the_slower_node_enters_the_fasters_job(world, start, nodes_before, after, registers):
     """What it has read is of the old job: it neither is refused for that, nor takes it for its own, nor deletes the new one."""
     fast = Client(world)
     end_a_job(fast, start, nodes_before)
@@ -111,13 +111,13 @@ def test_a_job_that_has_nodes_is_not_deleted(world, start):
     ("first", "second", "fits"),
     [("", "", True), ("m/1", "m/1", True), ("m/1", "m/2", False), ("m/1", "", True), ("", "m/1", True)],
 )
-def test_nodes_do_not_meet_at_the_loopbacks_of_different_hosts(first, second, fits):
+def test_nodes_do_not_meet_at_different_loopbacks(first, second, fits):
     theirs, mine = SharedSettings(2, 2, first), SharedSettings(2, 2, second)
     assert mine.is_elsewhere(theirs) is not fits
     assert mine.conflict(theirs) == ""
 
 
-def test_a_container_that_was_started_again_takes_over_the_job_of_its_killed_self(world, start):
+def test_a_restarted_container_takes_over_its_job(world, start):
     """It has another loopback then. While nodes live where the old one was, this is another host."""
     client = Client(world)
     first = start.records(client, "a", 2, "m/1").read_or_create()

@@ -44,7 +44,7 @@ def test_what_follows_from_a_join(joins: int, limit: int, answer: JoinAnswer, le
 
 
 @pytest.mark.parametrize(("round_", "last", "late"), [(1, 0, False), (2, 1, False), (2, 0, True), (5, 3, True), (6, 5, False)])
-def test_who_was_not_in_the_round_before_is_late(round_: int, last: int, late: bool) -> None:
+def test_a_node_absent_last_round_is_late(round_: int, last: int, late: bool) -> None:
     assert is_late(round_, last) is late
 
 
@@ -52,7 +52,7 @@ KEYS = JobKeys("job")
 
 
 @pytest.mark.full
-def test_a_host_that_joins_too_often_may_not_come_back(nodes: Nodes, server: EtcdServer) -> None:
+def test_a_host_that_rejoins_often_is_refused(nodes: Nodes, server: EtcdServer) -> None:
     """That its next agent ends with 69 is the same for each reason: test_etcd_failures."""
     conf = f"{CONF},max_rejoins=0"
     steady = nodes.start("steady", server.endpoint, "1:2", conf=f"{conf},node_name=steady")

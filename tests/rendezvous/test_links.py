@@ -183,7 +183,7 @@ def test_a_reset_between_living_hosts_costs_nothing(server, stack, messages):
 
 
 @pytest.mark.full
-def test_a_node_that_does_not_answer_is_taken_out_once(server, stack, messages):
+def test_a_silent_node_is_taken_out_once(server, stack, messages):
     watching, watched, between = linked(stack, server.endpoint, messages, answers=False)
     between.stop()
     messages.until("node b counts as dead")
@@ -199,7 +199,7 @@ def test_a_node_that_does_not_answer_is_taken_out_once(server, stack, messages):
 
 
 @pytest.mark.seam
-def test_a_node_that_nobody_reaches_and_that_does_not_reach_etcd_gives_up(server, stack, messages):
+def test_a_node_cut_off_from_all_gives_up(server, stack, messages):
     to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
     _, watched, between = linked(stack, server.endpoint, messages, second=to_etcd.endpoint)
     to_etcd.stop()
@@ -210,7 +210,7 @@ def test_a_node_that_nobody_reaches_and_that_does_not_reach_etcd_gives_up(server
 
 @pytest.mark.seam
 @pytest.mark.usefixtures("answered")
-def test_a_doubt_of_two_nodes_is_answered_for_both(server, stack, messages):
+def test_a_doubt_of_two_is_answered_for_both(server, stack, messages):
     _, watched, between = linked(stack, server.endpoint, messages)
     third = Agent(stack, server.endpoint, "c")
     third.links.follow(["b"])
@@ -240,7 +240,7 @@ def test_nodes_that_die_together_are_all_missed(server, stack, messages):
 
 
 @pytest.mark.seam
-def test_a_node_that_two_dead_ones_kept_links_to_is_looked_at_once(server, stack, messages):
+def test_a_node_linked_to_two_dead_is_checked(server, stack, messages):
     """Otherwise the second look would report that it stays in the job. The end of c comes last."""
     watching, _, between = linked(stack, server.endpoint, messages, answers=False)
     dead = [Agent(stack, server.endpoint, name, answers=False) for name in "cdefg"]
@@ -257,7 +257,7 @@ def test_a_node_that_two_dead_ones_kept_links_to_is_looked_at_once(server, stack
 
 
 @pytest.mark.seam
-def test_two_nodes_that_doubt_the_same_one_take_it_out_together(server, stack):
+def test_two_doubting_nodes_take_out_one_together(server, stack):
     """A second doubt in place of the first would undo it, and the first, repeated, the second."""
     doubting = [Agent(stack, server.endpoint, name).records for name in "ac"]
     Agent(stack, server.endpoint, "b", answers=False)
@@ -268,7 +268,7 @@ def test_two_nodes_that_doubt_the_same_one_take_it_out_together(server, stack):
 
 
 @pytest.mark.seam
-def test_a_node_that_was_declared_dead_can_be_doubted_again(server, stack):
+def test_a_node_declared_dead_can_be_doubted_again(server, stack):
     """It has registered again. What it was told before does not end its next round."""
     doubting = Agent(stack, server.endpoint, "a").records
     Agent(stack, server.endpoint, "b", answers=False)
@@ -308,7 +308,7 @@ def test_a_doubt_is_answered_once(server, stack, messages):
 
 @pytest.mark.seam
 @pytest.mark.usefixtures("answered")
-def test_who_is_out_of_the_job_can_declare_nobody_dead(server, stack):
+def test_a_node_out_of_the_job_declares_none(server, stack):
     """Neither doubts it nor waits for it: see `Presence`."""
     doubting = Agent(stack, server.endpoint, "a")
     watched = Agent(stack, server.endpoint, "b", kind=Counting)
@@ -354,7 +354,7 @@ class Unanswered(Counting):
 
 
 @pytest.mark.full
-def test_a_node_that_is_linked_again_does_not_give_up_because_etcd_is_away(server, stack, messages, monkeypatch):
+def test_a_relinked_node_outlasts_an_absent_etcd(server, stack, messages, monkeypatch):
     """Something has reset all its connections. Without the first agent nobody could declare it dead."""
     monkeypatch.setattr(presence, "REACH_S", 2 * WAIT_S)
     watching, watched, between = linked(stack, server.endpoint, messages, kind=Unanswered)
@@ -380,7 +380,7 @@ def linked_by_hand(agent: Agent, name: str) -> socket.socket:
 
 
 @pytest.mark.seam
-def test_the_end_of_an_earlier_link_is_no_loss(server, stack, messages):
+def test_an_earlier_links_end_is_no_loss(server, stack, messages):
     to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
     watched = Agent(stack, to_etcd.endpoint, "b")
     first, second = (stack.enter_context(linked_by_hand(watched, "a")) for _ in range(2))
@@ -393,7 +393,7 @@ def test_the_end_of_an_earlier_link_is_no_loss(server, stack, messages):
 
 
 @pytest.mark.full
-def test_it_looks_until_nobody_can_declare_it_dead_any_more(server, stack, messages, monkeypatch):
+def test_it_looks_until_it_cannot_be_declared_dead(server, stack, messages, monkeypatch):
     """Although etcd does not answer: the fence may not let it give up, because nobody reaches etcd."""
     monkeypatch.setattr(presence, "REACH_S", 0.1)
     monkeypatch.setattr(presence, "DOUBTED_S", 10 * WAIT_S)
@@ -410,7 +410,7 @@ def test_it_looks_until_nobody_can_declare_it_dead_any_more(server, stack, messa
 
 
 @pytest.mark.seam
-def test_a_node_that_has_registered_again_is_missed_as_soon(server, stack, messages):
+def test_a_node_registered_again_is_missed_as_soon(server, stack, messages):
     """Its lease had ended in an outage; the link lasted."""
     _, watched, between = linked(stack, server.endpoint, messages, answers=False)
     watched.client.lease_revoke(watched.lease)
@@ -440,7 +440,7 @@ def test_a_goodbye_is_no_suspicion(server, stack, messages):
 
 
 @pytest.mark.seam
-def test_a_neighbor_of_an_earlier_round_is_no_suspicion(server, stack, messages):
+def test_an_earlier_rounds_neighbor_is_no_suspicion(server, stack, messages):
     watching, watched, _ = linked(stack, server.endpoint, messages)
     watching.links.follow([])
     messages.until("node a has ended its link")
@@ -520,9 +520,7 @@ def die_whole(pid: int) -> None:
 
 
 @pytest.mark.seam
-def test_a_node_that_dies_whole_is_missed_long_before_its_lease_ends(
-    server: EtcdServer, nodes: Nodes, unhurried_agents: dict[str, str]
-) -> None:
+def test_a_wholly_dead_node_is_missed_early(server: EtcdServer, nodes: Nodes, unhurried_agents: dict[str, str]) -> None:
     jobs = [nodes.start(name, server.endpoint, "2:3", conf=CONF, **unhurried_agents) for name in "abc"]
     nodes.wait_for(r'"world": 3')
     die_whole(jobs.pop().process.pid)
@@ -532,9 +530,7 @@ def test_a_node_that_dies_whole_is_missed_long_before_its_lease_ends(
 
 
 @pytest.mark.full
-def test_the_reaper_of_a_killed_agent_is_given_its_time(
-    server: EtcdServer, nodes: Nodes, unhurried_agents: dict[str, str]
-) -> None:
+def test_a_killed_agents_reaper_gets_its_time(server: EtcdServer, nodes: Nodes, unhurried_agents: dict[str, str]) -> None:
     """It kills the workers before the others go on: as long as it lives, nobody declares the node dead."""
     jobs = [nodes.start(name, server.endpoint, "1:2", conf=CONF, **unhurried_agents) for name in "ab"]
     nodes.wait_for(r'"world": 2')
@@ -552,7 +548,7 @@ def test_the_reaper_of_a_killed_agent_is_given_its_time(
 
 
 @pytest.mark.full
-def test_a_node_that_is_wrongly_declared_dead_kills_its_workers_at_once(server: EtcdServer, nodes: Nodes) -> None:
+def test_a_wrongly_declared_node_kills_its_workers(server: EtcdServer, nodes: Nodes) -> None:
     """Not with the usual grace: the others may have begun the next round."""
     patient = {"conf": CONF.replace("stop_grace=2", "stop_grace=600"), "PET_SHUTDOWN_TIMEOUT": "600"}
     jobs = [nodes.start("a", server.endpoint, "1:2", conf=CONF), nodes.start("b", server.endpoint, "1:2", "deaf:0", **patient)]

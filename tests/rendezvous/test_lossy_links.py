@@ -20,7 +20,7 @@ AGAIN_S = 300.0  # gloo alone takes up to a minute on such links
 
 
 @pytest.mark.full
-def test_a_killed_worker_is_replaced_while_all_links_lose_packets(tmp_path: Path):
+def test_a_killed_worker_is_replaced_despite_lost_packets(tmp_path: Path):
     if (why := unavailable()) is not None:
         pytest.skip(why)
     with ExitStack() as stack:

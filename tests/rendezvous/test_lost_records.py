@@ -200,7 +200,7 @@ def test_sigterm_ends_agents_that_cannot_reach_etcd(server, tmp_path, stack):
 
 
 @pytest.mark.full
-def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(server, stack, nodes):
+def test_sigterm_ends_an_agent_joining_a_silent_store(server, stack, nodes):
     """As when the link to the host of rank 0 breaks while the round is formed. Then a round that ends; then a signal."""
     silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
     silent.settimeout(BACK_S)
@@ -221,7 +221,7 @@ def test_sigterm_ends_an_agent_that_joins_a_round_whose_store_says_nothing(serve
     assert wait_gone([job.process.pid]) == []
 
 
-def test_a_dispatcher_is_closed_while_its_thread_sits_in_a_call():
+def test_a_dispatcher_is_closed_during_its_threads_call():
     class Sits:
         def run(self, work: Callable[[], None]) -> None:
             work()

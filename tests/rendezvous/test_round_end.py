@@ -63,7 +63,7 @@ def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
     assert bool(ended) == closes
 
 
-def test_nodes_wait_without_limit_for_those_that_finish_later(monkeypatch):
+def test_nodes_await_later_finishers_without_limit(monkeypatch):
     """Whatever torch's exit barrier is told, a node that left before the others would be a lost one."""
     monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "0")
     header = Header(1, State.RUNNING, 2, 2, seal="s")

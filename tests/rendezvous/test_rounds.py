@@ -43,11 +43,12 @@ REWRITTEN = "the assignments of 1 node in round 3 are being written again"
 HEADER_LOST = Wait("the header of round 3 is lost; its nodes are writing it again", 10.0)
 
 
-def test_lost_are_members_that_are_gone_or_were_released_and_those_that_were_cut_off_in_this_round():
+def test_lost_are_members_gone_released_or_cut_off():
     nodes = {"a": FOLLOWS, "b": node(after=3, cut=3), "c": node(after=3, cut=2), "d": node(after=3, cut=3)}
     assert lost(view(BROKEN, nodes, "abce")) == {"e": "was lost", "b": "was cut off from the job's store"}
     left = dataclasses.replace(BROKEN, drains=(Drain("a", "a", 1, released=True), Drain("c", "c", 1)))
-    assert lost(view(left, nodes, "abce")) == {"e": "was lost", "a": "was told to leave", "b": "was cut off from the job's store"}
+    cut = "was cut off from the job's store"
+    assert lost(view(left, nodes, "abce")) == {"e": "was lost", "a": "was asked to leave", "b": cut}
     back = dataclasses.replace(BROKEN, lost="a")  # the round has ended because it was gone
     assert lost(view(back, nodes, "abce")) == {"a": "was lost", "e": "was lost", "b": "was cut off from the job's store"}
 
@@ -134,7 +135,7 @@ FEW = "1 of at least 2 nodes have joined"
         (view(Header(), {"a": node()}, few_since=7), 99, Wait(FEW)),
     ],
 )
-def test_too_few_that_are_left_wait_for_lost_ones_only_so_long(seen, now, action):
+def test_too_few_await_lost_ones_for_a_time(seen, now, action):
     assert next_action(seen, dataclasses.replace(LIMITS, rejoin_s=15), now) == action
     if isinstance(action, Conclude):
         assert next_action(seen, LIMITS, now) == Wait(FEW)
@@ -156,7 +157,7 @@ def test_too_few_that_are_left_wait_for_lost_ones_only_so_long(seen, now, action
         ({id_: {"stalled": 3, "quiet": 0} for id_ in "abc"}, End(State.BROKEN, rounds.STALLED, EndKind.STALLED)),
     ],
 )
-def test_a_round_in_which_all_wait_and_two_nodes_cannot_reach_each_other_ends_as_stalled(changes, action):
+def test_a_round_of_two_mutually_unreachable_stalls(changes, action):
     nodes = {id_: node(**{"quiet": 3, **addresses, **changes.get(id_, {})}) for id_, addresses in QUIET.items()}
     assert next_action(view(RUNNING, nodes, "abc"), LIMITS, 0) == action
     assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
@@ -165,7 +166,7 @@ def test_a_round_in_which_all_wait_and_two_nodes_cannot_reach_each_other_ends_as
 EQUAL, DIFFERENT = Hashed("s", 2, 10, "a", (0,)), Hashed("s", 2, 20, "b", (0,))
 
 
-def test_a_round_whose_replicas_are_not_equal_any_more_ends():
+def test_a_round_of_unequal_replicas_ends():
     """Also if a node is done with it; not for hashes of another round, nor where they never were."""
     nodes = {
         "a": node(hashed_in=3, hashed=(EQUAL, DIFFERENT)),
@@ -182,7 +183,7 @@ def test_a_round_whose_replicas_are_not_equal_any_more_ends():
     assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
 
 
-def test_a_claim_that_may_be_older_than_the_end_of_another_nodes_workers_is_given_time_to_be_withdrawn():
+def test_a_perhaps_outdated_claim_may_be_withdrawn():
     """They all waited for that node's last part."""
     nodes = {"a": node(done=3), "b": node(stalled=3), "c": node(stalled=3)}
     seen = view(RUNNING, nodes, "abc", finished_at=10.0)
@@ -194,7 +195,7 @@ def test_a_claim_that_may_be_older_than_the_end_of_another_nodes_workers_is_give
     assert next_action(finished, LIMITS, 11.0).state is State.DONE
 
 
-def test_what_quiet_nodes_told_is_there_for_the_verdict():
+def test_quiet_nodes_reports_are_there_for_the_verdict():
     told = {"a": node(quiet=3, silent=("10.0.0.2",), **QUIET["a"]), "b": node(quiet=2, **QUIET["b"])}
     told |= {"c": node(quiet=3, done=3, **QUIET["c"]), "d": node(quiet=3)}
     assert rounds.reaches(view(BROKEN, told, "abcx")) == {"a": Reach(("10.0.0.1",), (Silent(-1, "10.0.0.2", 0.0),))}
@@ -203,13 +204,13 @@ def test_what_quiet_nodes_told_is_there_for_the_verdict():
 @pytest.mark.parametrize(
     ("silent", "first"), [({}, "abc"), ({"c": "a"}, "bac"), ({"c": "a", "a": "cb"}, "abc"), ({"b": "x"}, "abc")]
 )
-def test_a_node_that_another_one_cannot_reach_does_not_serve_the_store(silent, first):
+def test_an_unreachable_node_does_not_serve_the_store(silent, first):
     nodes = {id_: dataclasses.replace(node(3), address=id_, silent=tuple(silent.get(id_, ""))) for id_ in "abc"}
     assert rounds.order(view(BROKEN, nodes, "abc"), list("cab"), 3) == tuple(first)
 
 
 @pytest.mark.parametrize(("moves", "ranks"), [("a", "bac"), ("b", "acb"), ("c", "acb"), ("x", "abc"), ("", "abc")])
-def test_a_node_changes_places_to_show_what_a_failure_follows(moves, ranks):
+def test_a_node_moves_to_show_what_failures_follow(moves, ranks):
     waits = {id_: node(3) for id_ in "abc"}
     action = next_action(view(JUDGED, waits, "abc", moves=moves), LIMITS, 0)
     assert action.order == tuple(ranks)
@@ -218,7 +219,7 @@ def test_a_node_changes_places_to_show_what_a_failure_follows(moves, ranks):
     assert next_action(view(JUDGED, waits, "abc", moves="a"), shorter, 0) == Seal(("a",), "3 nodes joined")
 
 
-def test_no_round_begins_before_a_node_that_a_verdict_has_leave_is_gone():
+def test_a_round_begins_after_those_leaving_are_gone():
     """Nothing may have failed there: it waits for the next round until it sees the verdict."""
     waits = {"a": node(3), "b": node(3), "c": node(3)}
     assert next_action(view(JUDGED, waits, "abc", leaves="b"), LIMITS, 0) == Wait("waiting for node b to leave")
@@ -226,7 +227,7 @@ def test_no_round_begins_before_a_node_that_a_verdict_has_leave_is_gone():
     assert next_action(view(JUDGED, waits, "abc", leaves="b"), LIMITS, 0) == Seal(("a", "c"), "2 nodes joined")
 
 
-def test_a_node_has_addresses_for_others_until_its_workers_have_finished():
+def test_a_node_has_addresses_until_its_workers_finish():
     nodes = {"a": node(3), "b": dataclasses.replace(node(3), done=3)}
     assert rounds.addressed(view(JUDGED, nodes, "abc")) == {"a": Reach(("h",))}
 
@@ -270,7 +271,7 @@ def test_next_action_for_nodes_that_are_to_leave(seen, action):
     assert next_action(seen, LIMITS, 0) == action
 
 
-def test_a_drain_outlives_its_round_until_the_node_is_gone():
+def test_a_drain_lasts_until_the_node_is_gone():
     over = dataclasses.replace(ASKED, state=State.BROKEN)
     header, _ = rounds.seal(view(over, {"a": node(3), "b": node(3)}, "ab"), Seal(("a", "b"), ""))
     assert (header.drains, header.drains_made) == (ASKED.drains, 1)
@@ -280,7 +281,7 @@ def test_a_drain_outlives_its_round_until_the_node_is_gone():
 
 
 @pytest.mark.parametrize("waits", [node(after=7), node(round=7)])
-def test_a_number_that_any_node_has_been_in_is_not_used_again(waits):
+def test_a_used_round_number_is_not_reused(waits):
     seen = view(Header(1, State.BROKEN), {"a": node(1), "b": waits}, "a")
     header, parts = rounds.seal(seen, Seal(("a", "b"), ""))
     assert header.round == 8
@@ -344,7 +345,7 @@ def test_records(record):
     assert decode(type(record), encode(record), "k") == record
 
 
-def test_a_header_without_the_field_for_how_its_round_ended_is_one():
+def test_a_header_without_an_end_field_is_valid():
     """As version 0.1 wrote them."""
     assert decode(Header, b'{"schema":1,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
 
@@ -353,7 +354,7 @@ def test_a_header_without_the_field_for_how_its_round_ended_is_one():
     "value",
     [b"", b"{", b"[]", b"null", b"{}", b'{"schema":2}', b'{"schema":1}', b'{"schema":1,"round":1,"state":"odd"}', b"\xff"],
 )
-def test_what_is_no_record_is_refused_in_one_line(value):
+def test_an_invalid_record_is_refused_in_one_line(value):
     with pytest.raises(RecordError, match="the/key") as error:
         decode(Header, value, "the/key")
     assert "\n" not in str(error.value)

@@ -179,7 +179,7 @@ def test_what_is_done_counts_for_its_round():
     assert node.participant.header.state is State.RUNNING
 
 
-def test_a_node_that_has_finished_says_so_while_it_waits():
+def test_a_finished_node_says_so_while_waiting():
     """Others miss its workers then, and it is not to blame."""
     few = Few("ab")
     few.nodes["a"].part.done()
@@ -197,7 +197,7 @@ def test_a_node_that_has_finished_says_so_while_it_waits():
     [("a", lambda node: node.cut(3 * TTL_S), "b"), ("b", lambda node: node.freeze(2 * TTL_S), "a")],
     ids=["the-leader-is-cut-off", "another-stands-still"],
 )
-def test_a_node_that_is_away_beyond_its_lease_comes_back_as_the_last(name, go, leads):
+def test_a_node_away_too_long_returns_last(name, go, leads):
     few = Few("abc", Limits(2, 3, 5.0))
     go(few.nodes[name])
     assert few.until_broken().lost == name
@@ -221,7 +221,7 @@ def test_a_predecessor_that_registers_again_comes_last():
 
 
 @pytest.mark.parametrize("content", [None, "{}"], ids=["deleted", "overwritten"])
-def test_a_dead_nodes_record_is_gone_before_the_next_one_enters(content):
+def test_a_dead_nodes_record_goes_before_the_next(content):
     """Its lease is not over: `last` still names it to the new node, and nothing more happens to its record."""
     few = Few("a", Limits(1, 1, 0.0))
     few.nodes["a"].kill()
@@ -231,7 +231,7 @@ def test_a_dead_nodes_record_is_gone_before_the_next_one_enters(content):
     assert few.leader() == "b"
 
 
-def test_a_node_whose_key_is_older_than_the_leaders_leads():
+def test_a_node_with_the_older_key_leads():
     """Somebody had written it before, so that the node comes first, though the other one leads already."""
     few = Few("", Limits(2, 2, 0.0), joined=False)
     few.client.put(KEYS.node("b"), "{}")
@@ -241,7 +241,7 @@ def test_a_node_whose_key_is_older_than_the_leaders_leads():
     assert few.leader() == "b"
 
 
-def test_the_store_comes_back_after_a_node_has_missed_its_key():
+def test_the_store_returns_after_a_missed_key():
     """The key is back as it was, so the node does not write it again, and nothing else has it look again."""
     few = Few("ab", Limits(1, 2, 5.0))
     few.world.run(5.0)
@@ -275,7 +275,7 @@ def test_a_node_registered_again_does_not_lead_yet():
 
 
 @pytest.mark.parametrize(("before", "vain"), [("/assign/", 0), ("/job/round", 1)], ids=["assignments", "header"])
-def test_a_leader_wakes_before_it_writes_the_next_round(before, vain):
+def test_a_leader_wakes_before_the_next_round(before, vain):
     """It stood still for longer than its lease. What it writes counts for no round, and what was written meanwhile stays.
 
     vain: seals of assignments that belong to no round.
@@ -319,7 +319,7 @@ def test_a_leader_is_lost_between_assignments_and_header(names):
     assert few.client.get(KEYS.assignment("a")).kv is None
 
 
-def test_ranks_move_once_although_a_leader_is_lost_between_assignments_and_header():
+def test_ranks_move_once_although_a_leader_dies():
     """In the assignments that it has written they have moved."""
     few = Few("abcd", Limits(2, 4, 5.0), policy=Decides("c", moves_ranks=True))
     fail(few, "c")
@@ -364,7 +364,7 @@ MEANWHILE: dict[str, tuple[Callable[[Few], object], int, bool]] = {  # what happ
 
 
 @pytest.mark.parametrize(("happens", "charged", "again"), MEANWHILE.values(), ids=MEANWHILE)
-def test_a_failure_is_charged_once_whatever_befalls_the_leader(happens, charged, again):
+def test_a_failure_is_charged_once_despite_lost_leaders(happens, charged, again):
     """When it has read the ledger and judged, just before it writes the verdict."""
     few = Few("abc", Limits(2, 3, 5.0))
     client = few.nodes["a"].client
@@ -377,7 +377,7 @@ def test_a_failure_is_charged_once_whatever_befalls_the_leader(happens, charged,
     few.next_round(2, [name for name, node in few.nodes.items() if node.lives])
 
 
-def test_a_node_that_came_too_late_for_a_round_leaves_by_its_verdict():
+def test_a_node_late_for_its_round_leaves():
     """The others miss it, and wait until it is gone."""
     leaves = Decides("c", response=Response.REPLACE_NODE, action=Action.STOP, exit_code=69)
     few = Few("abc", Limits(2, 3, 5.0), policy=leaves)
@@ -415,7 +415,7 @@ def test_launches_of_one_round_are_charged_each():
     assert few.client.get_prefix(KEYS.charges).count == 3
 
 
-def test_the_budget_outlives_lost_records_and_the_job_a_lost_ledger():
+def test_the_budget_outlives_records_and_jobs_a_ledger():
     few = Few("abc")
     records = (KEYS.header, KEYS.job, KEYS.last_node, KEYS.assignments)
     for number, lost, charged in ((1, records, 1), (2, [KEYS.ledger], 2), (3, [], 1)):
@@ -447,7 +447,7 @@ class FewLeft(Few):
 
 
 @pytest.mark.parametrize("lost", ["b", "a"], ids=["another", "the-leader"])
-def test_a_job_of_too_few_ends_to_be_requeued(lost):
+def test_a_job_of_too_few_is_requeued(lost):
     few = FewLeft()
     few.lose(lost)
     began = few.world.now
@@ -570,7 +570,7 @@ RECORDS = [KEYS.header, KEYS.job, KEYS.assignment("a"), KEYS.assignment("c"), KE
 
 
 @pytest.mark.parametrize(("key", "content"), [*itertools.product(RECORDS, GARBLED), (KEYS.job, OTHERS), (KEYS.job, None)])
-def test_a_record_that_is_written_over_comes_back_under_its_lease(key, content):
+def test_an_overwritten_record_returns_under_its_lease(key, content):
     """None: by what it was, without a lease."""
     few = Few("abc")
     ours = few.client.get(key).kv
@@ -595,7 +595,7 @@ def test_a_node_whose_key_is_deleted_returns(name):
     few.leader()
 
 
-def test_the_answer_to_a_key_written_again_is_lost():
+def test_the_answer_to_a_rewrite_is_lost():
     """The node leads, and compares with the key as the store has it now: else it could never end the round for another node."""
     few = Few("a", Limits(1, 2, 0.0))
     few.nodes["a"].client.before("/nodes/a", lambda: setattr(few.nodes["a"].client, "lose_answers", 1))
@@ -635,7 +635,7 @@ def test_all_are_cut_off_and_nothing_ends(seconds):
 
 
 @pytest.mark.parametrize("revision", [1, 1000], ids=["older", "newer"])
-def test_in_a_store_that_is_set_up_again_one_node_comes_to_lead_once(revision, caplog):
+def test_in_a_reset_store_one_node_leads(revision, caplog):
     """Not each by its key of the store before, and not once more when a task is tried again that another has done."""
     caplog.set_level(logging.INFO, logger=leader.__name__)
     few = Few("abc")
@@ -666,7 +666,7 @@ def test_a_new_store_that_others_have_used():
 
 
 @pytest.mark.parametrize("error", [OSError("no such directory"), SystemExit(78), StorageAway("no answer")], ids=repr)
-def test_all_leave_with_the_code_of_the_node_that_closes_the_job(error):
+def test_all_leave_with_the_closing_nodes_code(error):
     few = Few("ab", Limits(2, 2, 0.0))
     few.nodes["c"] = few.add("c")  # a spare
     verdicts = Verdicts(Settings(), SimpleNamespace(round=1, node_id="a", host="a"))
@@ -709,7 +709,7 @@ def test_a_job_that_is_done_cannot_be_closed():
 @pytest.mark.parametrize(
     ("own_store", "comes", "round_"), [(True, 0, 0), (True, 1, 0), (True, 2, 0), (False, 0, 0), (False, 1, 0), (False, 2, 1)]
 )
-def test_a_spare_runs_no_job_again_that_is_done(own_store, comes, round_):
+def test_a_spare_reruns_no_finished_job(own_store, comes, round_):
     """comes: while it runs, while its node is about to leave, or after that: in a store of others, that begins the next job."""
     few = Few("a", Limits(1, 1, 0.0), joined=False)
     few.until_round(1, "a")
@@ -829,7 +829,7 @@ def test_a_drain_outlives_an_outage():
     assert stored(job.world).nodes == 3
 
 
-def test_a_host_that_is_to_leave_gets_no_other_node():
+def test_a_host_to_leave_gets_no_node():
     """Not even before the checkpoint that the node waits for."""
     job = Drained(saves=False)
     leaving = job.agents[1]

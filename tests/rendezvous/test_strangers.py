@@ -76,7 +76,7 @@ TWO_AGENTS = ("--local-addr=127.0.0.1", "--nnodes=2")
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["etcd", "one agent", "two agents"])
-def test_a_job_of_one_machine_listens_on_the_loopback_only(request, tmp_path, kind):
+def test_a_one_machine_job_listens_on_loopback_only(request, tmp_path, kind):
     """The round's store, the job's, metrics, standbys; and gloo's own, where it is told to (GLOO_SOCKET_IFNAME)."""
     (tmp_path / "worker.py").write_text(COMES_UP)
     gate, agents = Gate(tmp_path / "gate"), 2 if kind == "two agents" else 1
@@ -159,7 +159,7 @@ def test_a_choice_that_is_none(tmp_path, text):
         agreement.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, NodeInRound(1, 2))
 
 
-def test_an_error_of_node_0_is_shown_as_one_line(tmp_path):
+def test_node_0s_error_is_one_line(tmp_path):
     zero, one = exchanges_of(2)
     zero.publish(json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 2}))
     with pytest.raises(BadCheckpoints) as raised:
@@ -242,7 +242,7 @@ def pair(agents: Agents, **settings: object) -> tuple[EtcdRendezvous, EtcdRendez
 
 
 @pytest.mark.seam
-def test_on_etcd_all_nodes_get_one_choice_and_it_does_not_outlive_its_round(agents):
+def test_on_etcd_one_choice_lasts_one_round(agents):
     zero, one = pair(agents)
     zero.part.server.set("elastic_ext/elastic_ext.resume", "a stranger's")  # where an earlier version looked
     waits = started(lambda: one.part.exchange.choice(LONG_S))
@@ -262,7 +262,7 @@ def test_on_etcd_all_nodes_get_one_choice_and_it_does_not_outlive_its_round(agen
 
 @pytest.mark.seam
 @pytest.mark.parametrize("lost", [0, 1])
-def test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody(agents, lost):
+def test_on_etcd_a_node_lost_early_delays_none(agents, lost):
     """The one of rank 0, that was to choose; and the leader."""
     both = pair(agents)
     other = both[1 - lost]
@@ -276,7 +276,7 @@ def test_on_etcd_a_node_that_is_lost_before_the_choice_holds_up_nobody(agents, l
 
 
 @pytest.mark.seam
-def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path):
+def test_on_etcd_node_0_learns_of_each_disk(agents, tmp_path):
     """Only where all nodes have such a disk; what was told in the round before is gone."""
     zero, one = pair(agents, checkpoint_dir=str(tmp_path), local_dir=str(tmp_path))
     waits = started(lambda: zero.part.exchange.offers(LONG_S))
@@ -297,7 +297,7 @@ def test_on_etcd_what_each_node_has_on_its_disk_goes_to_node_0(agents, tmp_path)
 
 
 @pytest.mark.full
-def test_on_etcd_what_a_node_has_on_its_disk_outlives_an_etcd_that_loses_all(agents, server, tmp_path):
+def test_on_etcd_disk_lists_outlive_a_lost_etcd(agents, server, tmp_path):
     """Else node 0 would wait in vain, and all resume from an older checkpoint."""
     zero, one = pair(agents, checkpoint_dir=str(tmp_path), local_dir=str(tmp_path))
     one.part.exchange.offer("of 1")
@@ -313,7 +313,7 @@ def test_on_etcd_what_a_node_has_on_its_disk_outlives_an_etcd_that_loses_all(age
 
 
 @pytest.mark.seam
-def test_on_etcd_a_job_without_local_disks_asks_nobody_for_them(agents):
+def test_on_etcd_without_local_disks_none_is_asked(agents):
     zero, one = pair(agents)
     assert zero.part.exchange.offers(LONG_S) is None
     one.part.exchange.offer("nothing")

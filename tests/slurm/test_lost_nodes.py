@@ -26,7 +26,7 @@ def cluster() -> Iterator[SlurmCluster]:
         yield made
 
 
-def test_a_spare_takes_the_place_of_a_lost_node(training: Training) -> None:
+def test_a_spare_replaces_a_lost_node(training: Training) -> None:
     """In the same allocation, in the same run. The lost node had a member of the job's etcd: the spare gets one, too."""
     job = training.submit("--nodes=4", SPARES="1")
     job.await_out("trains rank .* run 0", 3)
@@ -44,7 +44,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(training: Training) -> None:
     until(lambda: not training.left_behind(but=lost), "nothing left of the jobs' etcd: the keepers end last")
 
 
-def test_a_spare_takes_the_place_of_the_batch_host(training: Training) -> None:
+def test_a_spare_replaces_the_batch_host(training: Training) -> None:
     """In the same allocation, in the same run; it takes another run to say how the job has ended."""
     job = training.submit("--nodes=3", SPARES="1")
     job.await_out("trains rank .* run 0", 2)

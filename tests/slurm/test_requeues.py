@@ -86,7 +86,7 @@ print("trained", os.environ["SLURMD_NODENAME"], flush=True)
 """
 
 
-def test_the_next_run_is_without_the_bad_node_alone(tmp_path: Path) -> None:
+def test_the_next_run_excludes_only_the_bad_node(tmp_path: Path) -> None:
     """The first run cannot do without it: it stops after three tries."""
     with SlurmCluster(3) as cluster, Training(cluster, tmp_path) as training:
         script = tmp_path / "broken.py"
@@ -153,7 +153,7 @@ def test_scancel(training: Training) -> None:
     until(lambda: not training.left_behind(), "nothing left of the jobs' etcd: the keepers end last")
 
 
-def test_a_job_that_may_not_be_requeued_says_so(training: Training) -> None:
+def test_a_job_without_requeue_says_so(training: Training) -> None:
     script = training.folder / "sleeps.py"
     script.write_text("import signal; print('sleeps', flush=True); signal.pause()")
     never = training.submit("--nodes=1", "--no-requeue", script=(str(script),), STATE=str(training.folder / "never"))

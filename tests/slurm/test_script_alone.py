@@ -119,7 +119,7 @@ def test_the_last_agent_asks_again(alone: Alone, start: str, once: str) -> None:
     assert "the node of the script, n1, is lost; n2 acts in its place" in ran.out
     assert "scontrol requeue 7" in ran.calls
     assert (ran.state / "over").read_text() == "0\n"
-    assert (ran.state / "untold").exists()
+    assert (ran.state / "unreported").exists()
     assert "gave up" not in ran.out
 
 
@@ -127,7 +127,7 @@ def test_the_last_agent_asks_again(alone: Alone, start: str, once: str) -> None:
     ("said", "code"),
     [(UNREACHABLE, 0), ("bash: connect: No route to host", 0), ("bash: connect: Connection timed out", 0), (UNREACHABLE, 69)],
 )
-def test_the_last_agent_waits_until_slurm_has_seen_the_loss(alone: Alone, said: str, code: int) -> None:
+def test_the_last_agent_waits_for_slurm_to_notice(alone: Alone, said: str, code: int) -> None:
     """Of the script's node, and of another one that was lost with it: with any exit code, as it may be cut off from both."""
     (alone.state / "code.0.n3").unlink()
     listed = {QUEUE: ["echo 'RUNNING n[1-3]'", "echo 'RUNNING n[2-3]'", "echo 'RUNNING n2'"]}
@@ -137,7 +137,7 @@ def test_the_last_agent_waits_until_slurm_has_seen_the_loss(alone: Alone, said: 
     assert len([each for each in ran.calls if each.startswith(HOSTNAMES)]) == 3
 
 
-def test_a_requeue_does_not_wait_until_slurm_has_seen_the_loss(alone: Alone) -> None:
+def test_a_requeue_does_not_wait_for_slurm(alone: Alone) -> None:
     """Slurm waits by itself, and frees the nodes that are left; n1 answered none of three looks. (With 75 the script of n1, which
     lives on here, would act as well.)
     """
@@ -162,23 +162,23 @@ def test_the_last_agent_says_that_it_gave_up(alone: Alone) -> None:
     assert re.fullmatch(r"[\d-]+ [\d:]+ n2 train.sbatch: gave up after 0 s: Slurm does not answer\n", ran.out)
 
 
-def test_the_last_agent_says_that_slurm_does_not_see_the_loss(alone: Alone) -> None:
+def test_the_last_agent_reports_what_slurm_misses(alone: Alone) -> None:
     ran = alone.run("exit 0", lost=True, answers={HOSTNAMES: ["printf 'n1\\nn2\\n'"]}, PATIENCE="0")
     assert ran.out.endswith(" n2 train.sbatch: gave up after 0 s: n1 does not answer, but Slurm has it in the job\n")
 
 
 @pytest.mark.parametrize("code", [0, 75])
-def test_the_last_agent_cancels_a_job_that_may_not_be_requeued(alone: Alone, code: int) -> None:
+def test_the_last_agent_cancels_a_job_without_requeue(alone: Alone, code: int) -> None:
     """The exit code is lost, but not the time of all nodes until the limit."""
     (alone.state / "code.0.n3").write_text(f"{code}\n")
     shown = ANSWERS[SHOW][0].replace("Requeue=1", "Requeue=0")
     ran = alone.run(f"exit {code}", lost=True, answers={SHOW: [shown]})
-    assert "nobody is left to end the job: it is cancelled" in ran.out
+    assert "nothing is left to end the job: it is cancelled" in ran.out
     assert ran.calls[-1] == "scancel 7"
     assert "scontrol requeue 7" not in ran.calls
 
 
-def test_a_lost_node_that_slurm_still_waits_for_holds_up_no_requeue(alone: Alone) -> None:
+def test_an_unnoticed_lost_node_delays_no_requeue(alone: Alone) -> None:
     """srun waits for its task until SlurmdTimeout is over; nobody trains meanwhile."""
     (alone.state / "code.0.n3").unlink()
     ran = alone.run("exit 75", lost=False, answers={QUEUE: ["echo 'COMPLETING n[2-3]'"]}, waits=str(2 * LIMIT_S))
@@ -228,7 +228,7 @@ def test_a_task_of_an_array_names_itself(alone: Alone) -> None:
     assert not [each for each in ran.calls if re.search(r"\b7(?!_3)", each)]
 
 
-def test_a_host_that_no_router_has_a_way_to_is_lost() -> None:
+def test_a_host_without_a_route_is_lost() -> None:
     """Where its link has gone the router says so, or nothing: it may not answer everybody."""
     found = re.search(r"^is_lost\(\) \{.*?^\}", SBATCH.read_text(), re.MULTILINE | re.DOTALL)
     assert found is not None

@@ -15,7 +15,7 @@ from tests.until import until
 
 
 @pytest.mark.seam
-def test_a_job_that_ends_well_and_one_with_a_bug(training: Training) -> None:
+def test_a_good_job_and_one_with_a_bug(training: Training) -> None:
     """Both at once, on a node each. The verdict is the exit code, whatever srun says."""
     ends_well, has_a_bug = training.folder / "well.py", training.folder / "bug.py"
     ends_well.write_text("print('trained')")

@@ -235,9 +235,7 @@ def take(browser: Any, url: str, name: str) -> None:
         page.close()
 
 
-def test_a_real_job_on_the_page_of_one_of_its_nodes(
-    browser: Any, server: EtcdServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_real_job_on_a_nodes_page(browser: Any, server: EtcdServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It loses a node, then etcd for a while, and ends by a bug."""
     (tmp_path / "train.py").write_text(SCRIPT)
     job = [sys.executable, str(SCRIPTS / "talkative_agent.py"), "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}"]
@@ -307,7 +305,7 @@ def assert_an_outage_is_shown(page: Any, url: str, server: EtcdServer) -> None:
     page.locator("#stale", has_text="old").wait_for(state="hidden")
 
 
-def test_a_browser_may_do_nothing_else_with_the_page() -> None:
+def test_a_browser_may_only_show_the_page() -> None:
     with served(document(1)) as url, urllib.request.urlopen(url) as answer:
         policy = answer.headers["Content-Security-Policy"]
         assert policy.startswith("default-src 'none'; script-src 'sha256-")

@@ -37,7 +37,7 @@ BODY = body_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, {})
         pytest.param(Training(2, 4, float(2**30), 0), TrainJobState.TRAINING, 50, None, id="just-longer-than-int32"),
     ],
 )
-def test_what_is_known_is_in_the_status_and_nothing_else(training, state, percentage, remaining_s):
+def test_the_status_holds_all_known_and_nothing_else(training, state, percentage, remaining_s):
     body = body_of(training, state, NOW, {})
     assert wrong(body) == ""
     shown = json.loads(body)["trainerStatus"]
@@ -61,7 +61,7 @@ def test_what_the_controller_refuses_is_seen():
         assert wrong(json.dumps({"trainerStatus": {**good, **bad}}).encode())
 
 
-def test_the_gauges_of_the_script_are_bounded_and_ours_win():
+def test_script_gauges_are_bounded_and_ours_win():
     gauges = {"restarts": 7.0, "x" * 65: 1.0, "loss": 0.123456789, "worst": math.nan, **{f"g{n}": float(n) for n in range(300)}}
     body = body_of(Training(1, 10, 1.0, 0), TrainJobState.TRAINING, NOW, gauges)
     shown = [(each["name"], each["value"]) for each in json.loads(body)["trainerStatus"]["metrics"]]
@@ -102,7 +102,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.seam
-def test_it_posts_again_and_again_with_the_token_that_is_there_now(trainer, token, caplog):
+def test_it_posts_repeatedly_with_the_current_token(trainer, token, caplog):
     posting = poster(trainer.environ(token))
     trainer.wait(2)
     (token.parent / "new").write_text("rotated")
@@ -115,7 +115,7 @@ def test_it_posts_again_and_again_with_the_token_that_is_there_now(trainer, toke
 
 
 @pytest.mark.seam
-def test_a_change_is_posted_before_the_interval_is_over_and_at_the_end(trainer, token, monkeypatch):
+def test_changes_are_posted_early_and_at_the_end(trainer, token, monkeypatch):
     monkeypatch.setattr(trainjob, "GAP_S", 0.0)
     posting = poster(trainer.environ(token), interval_s=3600)
     posting.changed()
@@ -173,7 +173,7 @@ def test_a_redirect_does_not_get_the_token(trainer, token, caplog, certificates)
 
 
 @pytest.mark.seam
-def test_a_server_that_the_ca_did_not_sign_gets_nothing(trainer, token, caplog, certificates):
+def test_a_server_of_another_ca_gets_nothing(trainer, token, caplog, certificates):
     posting = poster({**trainer.environ(token), "KUBEFLOW_TRAINER_SERVER_CA_CERT": certificates.path("other-ca.crt")})
     posting.changed()
     posting.close(LIMIT_S)
@@ -184,7 +184,7 @@ def test_a_server_that_the_ca_did_not_sign_gets_nothing(trainer, token, caplog, 
 
 @pytest.mark.seam
 @pytest.mark.parametrize("content", [None, "", SECRET + "\nX-More: 1", SECRET + "\u00e9", "x" * (1 << 15)])
-def test_what_is_no_token_is_not_sent_and_not_shown(trainer, token, caplog, content):
+def test_what_is_no_token_stays_hidden(trainer, token, caplog, content):
     if content is None:
         token.unlink()
     else:
@@ -208,7 +208,7 @@ def test_what_is_no_token_is_not_sent_and_not_shown(trainer, token, caplog, cont
         ({"TOKEN": ""}, "KUBEFLOW_TRAINER_SERVER_TOKEN is not"),
     ],
 )
-def test_without_the_variables_or_tls_there_is_nothing_to_post(trainer, token, caplog, changes, said):
+def test_nothing_is_posted_without_variables_or_tls(trainer, token, caplog, changes, said):
     environ = trainer.environ(token) | {f"KUBEFLOW_TRAINER_SERVER_{name}": value for name, value in changes.items()}
     assert target_of(environ) is None
     assert [said in each for each in warnings(caplog)] == [True] * bool(said)
@@ -216,7 +216,7 @@ def test_without_the_variables_or_tls_there_is_nothing_to_post(trainer, token, c
 
 @pytest.mark.seam
 @pytest.mark.parametrize("answer", ["hang", "drip"])
-def test_a_server_that_hangs_does_not_hold_up_the_end(trainer, token, answer, caplog):
+def test_a_hanging_server_does_not_delay_the_end(trainer, token, answer, caplog):
     """close() returns though the server never answers; then the server loses its client, long before REQUEST_S."""
     trainer.answers = [answer]
     posting = poster(trainer.environ(token))

@@ -137,7 +137,7 @@ def test_an_outage_of_etcd(tmp_path, server):
     assert 4 <= told()[0]["seconds"] <= told()[1]["seconds"]
 
 
-def test_an_outage_is_told_of_once_it_has_lasted_and_once_at_its_end():
+def test_a_lasting_outage_is_reported_with_its_end():
     watch = OutageWatch(5.0)
     assert watch.called(0.0, 1.0, True, "a") is None
     assert watch.called(0.5, 5.9, False, "a") is None  # late: 4.9 s without an answer

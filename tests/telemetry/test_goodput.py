@@ -113,7 +113,7 @@ events = st.one_of(
 
 
 @given(st.lists(events, max_size=60))
-def test_all_time_is_counted_once_and_no_counter_falls(happened):
+def test_all_time_counts_once_counters_never_fall(happened):
     job = Training(workers=2)
     before = dict.fromkeys(goodput.STATES, 0.0)
     for what, value in happened:
@@ -193,7 +193,7 @@ def test_checkpoints_may_be_numbered_as_one_likes(first, per_number, save_seen):
     assert job.seconds()[LOST] == 299  # all but the first, which is part of the start
 
 
-def test_a_checkpoint_before_the_last_one_is_known_too():
+def test_the_checkpoint_before_the_last_is_known():
     """The last one may be damaged. The numbers say nothing of the steps: each look at the workers counts."""
     job = Training()
     job.run()
@@ -233,7 +233,7 @@ def test_another_nodes_progress_counts():
 
 
 @pytest.mark.parametrize(("hung", "state"), [(False, DETECTION), (True, HANG)])
-def test_the_end_of_a_round_counts_when_the_verdict_is_known(hung, state):
+def test_a_rounds_end_counts_with_its_verdict(hung, state):
     job = Training()
     job.run()
     job.step(2.0, count=2)
@@ -263,7 +263,7 @@ def test_the_end_of_a_round_counts_when_the_verdict_is_known(hung, state):
         (0, None, False, True, {HANG: 9}),
     ],
 )
-def test_what_the_script_does_at_the_end_of_a_round(steps, phase, fails, hung, expected):
+def test_what_the_script_does_at_the_end(steps, phase, fails, hung, expected):
     """After the first step come others of 2 s, then 9 s without one. fails: the script has failed a second before the end."""
     job = Training()
     job.run()
@@ -304,7 +304,7 @@ def test_no_counter_falls_by_a_rounding_error():
         assert all(after[state] >= before[state] for state in goodput.STATES)
 
 
-def test_a_signal_ends_the_workers_without_a_state_of_its_own():
+def test_a_signals_end_has_no_own_state():
     job = Training()
     job.run()
     job.step(2.0, count=2)
@@ -344,7 +344,7 @@ def test_a_long_rendezvous_waits_for_nodes():
     assert (found[goodput.RENDEZVOUS], found[goodput.WAITING], found[STARTUP], found[goodput.BACKOFF]) == (2, 8, 1, 4)
 
 
-def test_what_a_worker_settled_before_the_agent_saw_it_run_is_start_up():
+def test_what_settles_before_the_first_look_is_startup():
     """A warm standby trains before the last worker has started; the agent has counted that time itself."""
     job = Training()
     job.enter(families.STARTING)
@@ -395,7 +395,7 @@ def test_no_advice_without_enough_data(too_little, why):
 
 
 @pytest.mark.parametrize(("times", "advised"), [(1, False), (2, False), (3, True)])
-def test_the_counts_are_those_of_the_job_however_many_hosts_saw_them(times, advised):
+def test_a_jobs_counts_ignore_the_number_of_hosts(times, advised):
     one_host = spent(interruptions=times, saves=times, productive=1000, checkpoint_save=1)
     whole = one_host.plus(one_host).plus(one_host).plus(one_host)
     found = advised_interval(whole, 4)
@@ -403,5 +403,5 @@ def test_the_counts_are_those_of_the_job_however_many_hosts_saw_them(times, advi
     assert advised or f"{times} interruptions and {times} saves so far" in found.reason
 
 
-def test_the_states_of_workers_are_those_of_the_ledger():
+def test_every_worker_state_is_in_the_ledger():
     assert set(layout.ACCOUNTS) <= set(goodput.STATES)

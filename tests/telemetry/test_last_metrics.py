@@ -39,7 +39,7 @@ def start(tmp_path: Path, **settings: object) -> tuple[Gate, Job]:
 
 
 @pytest.mark.full
-def test_an_agent_leaves_a_file_and_is_found_as_long_as_it_runs(tmp_path):
+def test_an_agent_leaves_a_file_and_is_found(tmp_path):
     file, found, began = tmp_path / "job.prom", tmp_path / "sd", time.time()
     gate, started = start(tmp_path, file=file, discovery_dir=found)
     with started as job:
@@ -102,7 +102,7 @@ class Hangs(Collector):
         yield GaugeMetricFamily("value", "", value)
 
 
-def test_a_file_server_that_hangs_does_not_hold_up_the_end(tmp_path, caplog):
+def test_a_hanging_file_server_does_not_delay_ends(tmp_path, caplog):
     registry, hangs, path = CollectorRegistry(), Hangs(), tmp_path / "job.prom"
     registry.register(hangs)
     file = TextFile(str(path), registry, {})

@@ -160,7 +160,7 @@ def test_the_last_recovery_is_shown() -> None:
     assert of_phase == {"first_step": 3, "load": 0.5}
 
 
-def test_what_can_be_counted_is_there_from_the_start() -> None:
+def test_all_counters_are_there_from_the_start() -> None:
     """Else increase() would not see the first event."""
     found = read(agent())
     kinds = [*KINDS, "other"]
@@ -205,7 +205,7 @@ def test_workers_are_shown() -> None:
     assert changed(metrics)["elastic_ext_worker_last_step_timestamp_seconds", first] == step_at  # changes() counts steps only
 
 
-def test_a_clock_that_is_set_moves_the_times_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_clock_moves_times_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = SimpleNamespace(time=lambda: 1000.0, monotonic=lambda: 10.0)
     monkeypatch.setattr(families, "time", clocks)
     clock = families.UnixClock()
@@ -252,7 +252,7 @@ def test_recovery_times_are_a_histogram_by_phase() -> None:
         metrics.phase("nap", 1.0)
 
 
-def test_progress_is_read_at_the_time_of_the_scrape() -> None:
+def test_progress_is_read_at_scrape_time() -> None:
     now = [WorkerProgress(0, 0, Progress(7, 1, 0, 0, True))]
     metrics = agent(progress=lambda: now)
     steps = ("elastic_ext_worker_steps_total", (("local_rank", "0"),))
@@ -263,7 +263,7 @@ def test_progress_is_read_at_the_time_of_the_scrape() -> None:
     assert steps not in read(metrics)
 
 
-def test_two_agents_in_one_process_and_the_global_registry_are_apart() -> None:
+def test_two_agents_and_the_global_registry_stay_apart() -> None:
     before = generate_latest(REGISTRY).count(b"elastic_ext")
     first, second = agent(), agent(run_id="job2")
     first.restarted("code")
@@ -274,7 +274,7 @@ def test_two_agents_in_one_process_and_the_global_registry_are_apart() -> None:
 
 
 @pytest.mark.seam
-def test_the_multiprocess_mode_of_the_users_own_metrics_is_not_ours(tmp_path: Any) -> None:
+def test_the_users_multiprocess_mode_is_not_ours(tmp_path: Any) -> None:
     """prometheus-client's counters would need that directory, and share their values between agents through it."""
     code = (
         "from elastic_ext.telemetry.agent_metrics import AgentMetrics\n"
@@ -337,7 +337,7 @@ def leave_torchelastic_as_it_was() -> Iterator[None]:
     torchelastic.configure(group, "torchelastic")
 
 
-def test_put_metric_reaches_ours_and_the_users_handler_and_later_the_users_only() -> None:
+def test_put_metric_reaches_ours_then_only_the_users() -> None:
     user, metrics = Recorder(), agent()
     torchelastic.configure(user, "torchelastic")
 
@@ -357,7 +357,7 @@ def test_put_metric_reaches_ours_and_the_users_handler_and_later_the_users_only(
     assert (last_value(metrics, "agent.x"), last_value(metrics, "other")) == (3, None)
 
 
-def test_without_a_handler_of_the_group_the_default_one_of_the_moment_is_used() -> None:
+def test_without_a_group_handler_the_default_is_used() -> None:
     first, second, metrics = Recorder(), Recorder(), agent()
     torchelastic.configure(first)
     torchelastic.configure(first, "torchelastic")  # what getStream cannot tell from an unconfigured group
@@ -372,7 +372,7 @@ def test_without_a_handler_of_the_group_the_default_one_of_the_moment_is_used() 
     assert last_value(metrics, "a") == 2
 
 
-def test_an_error_of_the_users_handler_is_the_callers_as_before() -> None:
+def test_a_handlers_error_is_the_callers_as_before() -> None:
     metrics = agent()
     torchelastic.configure(Failing(), "torchelastic")
     with bridge_torchelastic(metrics), pytest.raises(ZeroDivisionError, match="x"):
@@ -384,7 +384,7 @@ NUMBERS = {0.5: 0.5, True: 1.0, numpy.float32(0.25): 0.25}
 
 
 @pytest.mark.parametrize("value", [*NUMBERS, "text", None, object(), (1,), 10**400, 1j])
-def test_what_is_no_number_is_dropped_and_still_reaches_the_user(value: Any) -> None:
+def test_what_is_no_number_only_reaches_the_user(value: Any) -> None:
     user, metrics = Recorder(), agent()
     torchelastic.configure(user, "torchelastic")
     with bridge_torchelastic(metrics):
@@ -421,7 +421,7 @@ def test_bridges_of_two_agents_end_in_any_order(first_to_end: int) -> None:
     assert user.seen == [("x", 1), ("x", 2), ("x", 3)]
 
 
-def test_names_without_end_are_cut_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_endless_names_are_cut_off_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     metrics = agent()
     for step in range(families.MAX_TORCHELASTIC_NAMES + 50):
         metrics.put("torchelastic", f"step_{step}", step)
@@ -516,7 +516,7 @@ def test_where_it_listens(serve: Any, caplog: pytest.LogCaptureFixture, host: st
 
 
 @pytest.mark.seam
-def test_nothing_is_served_where_no_socket_can_be_had() -> None:
+def test_without_a_socket_nothing_is_served() -> None:
     code = (
         "import logging, os, resource\n"
         "from elastic_ext.http import pages\n"
@@ -537,7 +537,7 @@ def test_nothing_is_served_where_no_socket_can_be_had() -> None:
 
 
 @pytest.mark.seam
-def test_close_frees_the_port_and_may_be_called_again(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_close_frees_the_port_and_is_repeatable(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     first = serve(agent(), port=free_port())  # a port that the kernel gives to nobody meanwhile
     first.close()
     first.close()
@@ -570,7 +570,7 @@ def test_clients_that_talk_nonsense_or_leave_print_nothing(serve: Any, capsys: A
 
 
 @pytest.mark.seam
-def test_a_scrape_that_fails_is_an_error_page_and_is_said_once(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_scrape_is_an_error_page(serve: Any, caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> list[WorkerProgress]:
         raise OSError("the shared memory is gone")
 

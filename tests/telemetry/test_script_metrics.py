@@ -154,7 +154,7 @@ def test_what_ended_processes_have_counted_stays(agent, start):
 
 
 @pytest.mark.seam
-def test_a_gauge_is_what_was_set_last_in_a_process_that_runs(agent, start):
+def test_a_gauge_is_the_last_living_value(agent, start):
     worker = start(1, 0, 0)
     worker.do("g.set(1)")
     child = "(signal.alarm(600), g.set(2), os.write(write, b'1'), signal.pause())"  # the alarm: should this test fail
@@ -185,7 +185,7 @@ sys.stdin.readline()
 
 
 @pytest.mark.full
-def test_many_forks_leave_nothing_and_scrapes_amid_them_see_no_step_back(agent, start):
+def test_many_forks_leave_nothing_and_never_count_back(agent, start):
     worker = start(1, 0, 0, code=FORKS)
     ended, back = threading.Event(), []
 
@@ -210,7 +210,7 @@ def test_many_forks_leave_nothing_and_scrapes_amid_them_see_no_step_back(agent, 
 
 
 @pytest.mark.seam
-def test_a_loop_that_nobody_scrapes_takes_in_ended_processes(agent, start, monkeypatch):
+def test_a_loop_without_scrapes_takes_in_processes(agent, start, monkeypatch):
     worker = start(1, 0, 0)
     monkeypatch.setattr("elastic_ext.telemetry.script_metrics.LOOK_S", 600)
     worker.do("c.labels('a').inc()")

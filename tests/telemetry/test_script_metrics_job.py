@@ -43,7 +43,7 @@ SUMMED = ("job_steps_total", "job_items_total", "job_step_seconds_count", "job_s
     ("loader", "standby"),
     [("fork", "off"), pytest.param("torch", "off", marks=pytest.mark.full), pytest.param("torch", "on", marks=pytest.mark.full)],
 )
-def test_counters_go_on_over_a_restart_and_gauges_end_with_their_workers(tmp_path, loader, standby):
+def test_counters_outlive_a_restart_gauges_do_not(tmp_path, loader, standby):
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", SCRIPTS / "metrics_job.py", loader]
     with Job(command, tmp_path, ELASTIC_EXT_BACKOFF="0", ELASTIC_EXT_STANDBY=standby) as job:
         (found,) = job.wait_for(r"http://127\.0\.0\.1:\d+/metrics")

@@ -149,7 +149,7 @@ def two_nodes(ahead: float = 0.0, lost: bool = False, victim: bool = False) -> t
 
 
 @pytest.mark.parametrize("ahead", [0.0, 3.5, -7200.0])
-def test_clocks_that_differ_are_aligned_by_the_starts_of_rounds(ahead):
+def test_clocks_are_aligned_by_round_starts(ahead):
     """Whatever the second machine's clock says, the picture is the same."""
     agents = two_nodes(ahead)
     made = builder.from_events(read(*agents))
@@ -173,7 +173,7 @@ def test_the_residual_is_what_a_constant_cannot_explain():
     assert found.residual == pytest.approx(0.2, abs=0.01)
 
 
-def test_a_clock_that_is_set_while_the_agent_runs_does_not_count():
+def test_setting_a_clock_meanwhile_does_not_count():
     agent = one_crash()
     late = [json.loads(each) for each in agent.text.splitlines()]
     late[-1]["time"] = "2031-01-01T00:00:00.000000Z"
@@ -181,7 +181,7 @@ def test_a_clock_that_is_set_while_the_agent_runs_does_not_count():
     assert builder.from_events(found).length == pytest.approx(31, abs=1e-4)
 
 
-def test_a_node_that_shares_no_round_keeps_its_own_clock_and_that_is_said():
+def test_a_node_without_shared_rounds_keeps_its_clock():
     spare = Agent("spare")
     spare.at(3, "agent_started")
     made = builder.from_events(read(*two_nodes(), spare))
@@ -190,7 +190,7 @@ def test_a_node_that_shares_no_round_keeps_its_own_clock_and_that_is_said():
     assert made.trained == pytest.approx((18.5 + 18) / 40)  # a spare that waits keeps nobody from training
 
 
-def test_a_job_that_begins_again_has_its_first_round_twice():
+def test_a_job_begun_again_has_two_first_rounds():
     """Under one run id rounds count from 1 again: what happens 2 seconds later on other ranks is another round."""
     runs = []
     for start in (0, 25):
@@ -215,14 +215,14 @@ def test_a_job_that_begins_again_has_its_first_round_twice():
     assert made.end == "ended with exit code 75"
 
 
-def test_a_lost_node_is_gone_when_its_peers_stop():
+def test_a_lost_node_goes_when_peers_stop():
     made = builder.from_events(read(*two_nodes(lost=True)))
     assert states(made.rows[1])[-2:] == [(TRAINING, 1.5, 20.0), (GONE, 20.0, 40.0)]
     (end,) = made.interruptions
     assert (end.kind, end.node, end.row, end.decision, end.reason) == ("node lost", "b", 1, "new round", "b is gone")
 
 
-def test_a_lost_node_is_on_its_own_row_though_another_failed():
+def test_a_lost_node_keeps_its_own_row():
     made = builder.from_events(read(*two_nodes(lost=True, victim=True)))
     (end,) = made.interruptions
     assert (end.kind, end.node, end.row, end.rank, end.decision) == ("node lost", "b", 1, None, "restart_free")
@@ -238,7 +238,7 @@ def test_a_node_that_only_trains_is_not_lost():
     assert (made.interruptions, made.end) == ((), "as of its last event")
 
 
-def test_a_node_that_has_not_told_yet_that_its_round_is_over_is_not_lost():
+def test_an_unreported_rounds_end_is_no_loss():
     a, b = in_round_1("a", "b")
     a.at(60, "round_over", cause="broken", reason="b says so")
     a.at(61, "workers_stopped")
@@ -266,7 +266,7 @@ def test_a_node_that_is_sent_away_says_why(event, kind):
     assert (end.row, end.kind, end.reason) == (1, kind, "its fan is loud")
 
 
-def test_two_agents_of_a_host_side_by_side_have_a_row_each():
+def test_two_agents_of_a_host_have_rows():
     agents = [Agent("a", pid) for pid in (1, 2)]
     for rank, agent in enumerate(agents):
         agent.at(rank, "agent_started")
@@ -276,14 +276,14 @@ def test_two_agents_of_a_host_side_by_side_have_a_row_each():
     assert [each.label for each in builder.from_events(read(*agents)).rows] == ["a (pid 1)", "a (pid 2)"]
 
 
-def test_order_and_repetition_of_the_lines_do_not_matter():
+def test_the_lines_order_and_repetition_do_not_matter():
     text = "".join(each.text for each in two_nodes())
     plain, _ = events.parse(text, "events")
     mixed, _ = events.parse("\n".join(sorted(text.splitlines() * 2)) + "\n", "events")
     assert builder.from_events(mixed) == builder.from_events(plain)
 
 
-def test_what_is_no_event_is_named_and_the_rest_is_read():
+def test_other_lines_are_named_and_the_rest_read():
     good = one_crash().text
     first = json.loads(good.splitlines()[0])
     bad = ["{", "[]", "NaN", "[" * 100_000, json.dumps({**first, "schema": 2}), json.dumps({**first, "time": "now"})]
@@ -297,7 +297,7 @@ def test_what_is_no_event_is_named_and_the_rest_is_read():
     assert all(each and len(each) < 200 and "\n" not in each for each in whys)
 
 
-def test_fields_of_another_type_and_unknown_events_do_no_harm():
+def test_unknown_events_and_types_do_no_harm():
     text = ""
     for line in (one := one_crash().text).splitlines():
         record = json.loads(line)
@@ -308,7 +308,7 @@ def test_fields_of_another_type_and_unknown_events_do_no_harm():
     assert builder.from_events(found).length == pytest.approx(31)
 
 
-def test_what_cannot_be_seen_is_thinned_to_what_takes_longest():
+def test_invisible_spans_are_thinned_to_the_longest():
     spans = [Span(0, 100, TRAINING)]
     for number in range(50):
         at = 100 + number * 0.4
@@ -318,11 +318,11 @@ def test_what_cannot_be_seen_is_thinned_to_what_takes_longest():
     assert model.thinned(spans, 0.05) == model.merged(spans)
 
 
-def test_labels_that_have_no_room_go_to_the_next_level():
+def test_labels_without_room_move_a_level():
     assert model.levels([0, 1, 1.5, 1.6, 9], 2, 3) == [0, 1, 2, None, 0]
 
 
-def test_the_job_trains_while_nobody_keeps_it_from_it():
+def test_the_job_trains_unless_a_node_prevents_it():
     rows = (Row("a", (Span(0, 10, TRAINING),)), Row("b", (Span(0, 4, RENDEZVOUS), Span(4, 6, STARTUP), Span(6, 8, TRAINING))))
     assert [(each.state, each.begin, each.end) for each in model.job_spans(rows, 12)] == [
         (TRAINING, 0, 4),
@@ -346,7 +346,7 @@ def test_times_for_people():
 # The status of a job.
 
 
-def test_the_status_tells_rounds_and_verdicts_and_what_is_missing():
+def test_the_status_shows_rounds_verdicts_and_gaps():
     made = builder.from_status(document(3, "recovering"), 1.8e9)
     assert (made.length, made.began_unix) == (3600, 1.8e9 - 3600)
     assert [(each.round, each.at) for each in made.rounds] == [(1, 0), (2, 2390)]

@@ -82,7 +82,7 @@ def test_rank_0_warns_once(monkeypatch, warned):
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_the_gradient_is_the_mean_over_the_global_batch_at_every_number_of_ranks(tmp_path, kind):
+def test_the_gradient_is_the_global_batchs_mean(tmp_path, kind):
     """Each rank compares the gradient with that of all samples at once; here, losses of 4, 2 and 3 ranks are compared."""
     found = {}
     for ranks in (4, 2, 3):

@@ -46,7 +46,7 @@ def ends(done: Finished) -> set[tuple[int, str, int, int]]:
     [("transformers", "hf_job.py", {"BEST": "1"}), ("lightning", "lightning_job.py", {"ASYNC": "1"})],
     ids=["hugging-face", "lightning"],
 )
-def test_it_saves_before_it_leaves_and_resumes_where_the_agent_says(tmp_path, package, script, how):
+def test_it_saves_before_leaving_and_resumes_as_asked(tmp_path, package, script, how):
     """Told to leave, it saves what is not the best, or at once what it saves in the background else. Then a rank is killed.
 
     save_strategy="best" says no to a save at a step at which it evaluates, and it does at each second one.
@@ -93,7 +93,7 @@ CALLBACKS = {"lightning.pytorch": One, "pytorch_lightning": Other}
         ((), ("pytorch_lightning",), {Other}),
     ],
 )
-def test_it_is_a_callback_of_the_library_that_is_imported(monkeypatch, imported, installed, bases):
+def test_the_callback_is_of_the_imported_library(monkeypatch, imported, installed, bases):
     for name in CALLBACKS:
         monkeypatch.delitem(sys.modules, name, raising=False)
 
@@ -114,7 +114,7 @@ class AsyncCheckpointIO:
 
 
 @pytest.mark.parametrize(("usual", "during"), [("as it is", "as it is"), (AsyncCheckpointIO(), "as it usually is")])
-def test_only_a_save_in_the_background_is_done_otherwise(usual, during):
+def test_only_a_background_save_is_done_otherwise(usual, during):
     strategy = SimpleNamespace(checkpoint_io=usual)
     with lightning._synchronous(strategy):
         assert strategy.checkpoint_io == during

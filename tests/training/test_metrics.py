@@ -91,7 +91,7 @@ WRONG: list[tuple[Callable[[], object], str]] = [
 
 @pytest.mark.parametrize(("call", "message"), WRONG)
 @pytest.mark.usefixtures("fresh")
-def test_what_prometheus_would_refuse_is_an_error_in_the_script(call, message):
+def test_prometheus_refusals_are_errors_in_the_script(call, message):
     with pytest.raises(UsageError, match=message):
         call()
 
@@ -233,7 +233,7 @@ def told_of(files: Path) -> str:
 
 
 @pytest.mark.full
-def test_forks_amid_counting_threads_lose_nothing_and_count_nothing_twice(tmp_path):
+def test_forks_amid_counting_threads_count_exactly_once(tmp_path):
     done = script(FORKS, told_of(tmp_path))
     assert done.returncode == 0, done.stderr
     found = written(tmp_path)
@@ -305,14 +305,14 @@ def test_without_an_agent_nothing_is_opened():
 
 
 @pytest.mark.seam
-def test_a_message_that_names_no_file_is_no_error():
+def test_a_message_without_a_file_is_no_error():
     for message in ("{}", '{"metrics": null}', '{"metrics": "/proc/no/such/place"}', "rubbish"):
         done = script("from elastic_ext import metrics; metrics.counter('seen', '').inc(); print('counted')", message)
         assert (done.returncode, done.stdout) == (0, "counted\n")
         assert done.stderr.count("the agent does not see new metrics") == int("no/such" in message or message == "rubbish")
 
 
-def test_counting_in_a_signal_handler_does_not_wait_for_its_own_thread(files):
+def test_counting_in_a_signal_handler_never_deadlocks(files):
     seen = metrics.counter("seen", "")
     before = signal.signal(signal.SIGALRM, lambda *_: seen.inc(1000))
     try:

@@ -73,7 +73,7 @@ def test_work_that_an_exception_ends_is_not_settled(table, as_worker, phase, set
     assert (table.read(1).spent_ns, table.read(1).account) == (ended.spent_ns, "productive")
 
 
-def test_a_save_tells_after_how_many_steps_it_began(table, as_worker):
+def test_a_save_reports_the_steps_before_it(table, as_worker):
     """However many follow until it is complete."""
     row = table._rows[1]
     row[progress_layout.STEPS] = 5
@@ -118,7 +118,7 @@ def test_one_worker_saves_when_it_is_asked_once(table, as_worker):
 
 
 @pytest.mark.seam
-def test_a_child_that_the_script_forks_is_no_worker(table, as_worker):
+def test_a_child_the_script_forks_is_no_worker(table, as_worker):
     assert progress.this_worker().rank == 1
     pid = os.fork()
     if pid == 0:
@@ -139,7 +139,7 @@ def test_without_the_agent_nothing_happens(monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["slot", "progress", "wake_pipe", "store"])
-def test_a_description_that_is_not_whole_is_no_worker(monkeypatch, caplog, table, as_worker, description, missing):
+def test_an_incomplete_description_is_no_worker(monkeypatch, caplog, table, as_worker, description, missing):
     del description[missing]
     monkeypatch.setenv(worker_env.WORKER_ENV, json.dumps(description))
     elastic_ext.report_progress()

@@ -147,7 +147,7 @@ once = pytest.mark.parametrize("how", ["cold"], indirect=True)  # which these te
 @pytest.mark.full
 @once
 @pytest.mark.parametrize(("way", "safe"), [*((way, "") for way in WAYS), *((way, "1") for way in SAFE_WAYS)])
-def test_a_script_sees_what_it_sees_without_the_bootstrap(
+def test_a_script_sees_the_same_without_the_bootstrap(
     here: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, safe: str
 ) -> None:
     argv = [*way.format(here=here).split(","), "first", "-m", "--last"]
@@ -183,7 +183,7 @@ atexit.register(lambda: print(sum(map(is_main, gc.get_objects()))))
 
 @pytest.mark.seam
 @once
-def test_the_module_that_the_interpreter_has_run_outlives_the_script(tmp_path: Path, worker: Worker) -> None:
+def test_the_interpreters_main_module_outlives_the_script(tmp_path: Path, worker: Worker) -> None:
     """Python 3.10 uses it once more after an error, without a reference: a syntax error of the script ended by SIGSEGV."""
     assert run_text(tmp_path, MAINS, worker.environ) == (0, "2\n", "")
 
@@ -247,7 +247,7 @@ USELESS = ["{", "[]", "x", "{} x", '{"version": 2, "slot": 0}', '{"stacks": "mis
 @pytest.mark.parametrize(
     ("how", "settings"), [*(("cold", each) for each in HARMLESS + USELESS), ("standby", USELESS[0])], indirect=["how"]
 )
-def test_settings_that_cannot_be_used_do_not_touch_the_script(tmp_path: Path, settings: str) -> None:
+def test_unusable_settings_do_not_touch_the_script(tmp_path: Path, settings: str) -> None:
     Worker(tmp_path)
     code, out, err = run_text(tmp_path, "print('runs')\nraise SystemExit(3)", {"ELASTIC_EXT_WORKER": settings})
     assert (code, out) == (3, "runs\n")
@@ -256,7 +256,7 @@ def test_settings_that_cannot_be_used_do_not_touch_the_script(tmp_path: Path, se
 
 
 @pytest.mark.seam
-def test_a_progress_table_of_another_version_is_not_touched(tmp_path: Path) -> None:
+def test_another_versions_progress_table_is_not_touched(tmp_path: Path) -> None:
     worker = Worker(tmp_path, progress_version=progress_layout.VERSION + 1)
     code, out, err = run_text(tmp_path, "print('runs')", worker.environ)
     assert (code, out) == (0, "runs\n")
@@ -309,7 +309,7 @@ def test_the_error_file_says_what_left_the_script(tmp_path: Path, worker: Worker
         ("error.__context__.__cause__ = b = ValueError('b'); raise b from error", ["pkg.A: two", "KeyError: 'one'"]),
     ],
 )
-def test_the_error_file_has_the_causes_of_an_exception(tmp_path: Path, worker: Worker, end: str, causes: "list[str]") -> None:
+def test_the_error_file_has_an_exceptions_causes(tmp_path: Path, worker: Worker, end: str, causes: "list[str]") -> None:
     begin = "class A(Exception):\n    __module__ = 'pkg'\n\ntry:\n    try:\n        {}['one']\n    except KeyError:\n"
     begin += f"        raise A('two')\nexcept A as error:\n    {end}\n"
     assert run_text(tmp_path, begin, worker.environ)[0] == 1
@@ -317,7 +317,7 @@ def test_the_error_file_has_the_causes_of_an_exception(tmp_path: Path, worker: W
 
 
 @pytest.mark.seam
-def test_the_error_file_has_what_was_handled_when_the_script_left_with_a_text(tmp_path: Path, worker: Worker) -> None:
+def test_the_error_file_has_what_was_being_handled(tmp_path: Path, worker: Worker) -> None:
     script = "import sys\ntry:\n    {}['x']\nexcept KeyError as error:\n    sys.exit(f'training failed: {error}')\n"
     code, _, err = run_text(tmp_path, script, worker.environ)
     assert (code, err) == (1, "training failed: 'x'\n")
@@ -339,7 +339,7 @@ except OSError as error:
 
 @pytest.mark.seam
 @pytest.mark.parametrize("builtin", [True, False])
-def test_the_error_file_has_what_an_exception_stands_for(tmp_path: Path, worker: Worker, builtin: bool) -> None:
+def test_the_error_file_has_what_exceptions_stand_for(tmp_path: Path, worker: Worker, builtin: bool) -> None:
     """Python 3.10 has groups from a package only."""
     if builtin and sys.version_info < (3, 11):
         pytest.skip("no groups in this Python")
@@ -415,7 +415,7 @@ THREAD_BEGINS = "threading.Thread(target=lambda: [threading.main_thread().join()
 
 @pytest.mark.seam
 @pytest.mark.parametrize(("module", "begin"), [("atexit", "atexit.register(late)"), ("threading", THREAD_BEGINS)])
-def test_the_error_file_is_there_before_the_process_ends(tmp_path: Path, worker: Worker, module: str, begin: str) -> None:
+def test_the_error_file_precedes_the_processs_end(tmp_path: Path, worker: Worker, module: str, begin: str) -> None:
     (tmp_path / "script.py").write_text(LATE.format(module=module, begin=begin))
     with start(["script.py"], tmp_path, worker.environ) as process:
         assert process.stdout is not None
@@ -440,7 +440,7 @@ def test_record_was_first(tmp_path: Path, worker: Worker) -> None:
 
 @pytest.mark.seam
 @pytest.mark.parametrize("present", ['{"message": {"mess', "[1]"])
-def test_an_error_file_that_is_none_stays_and_the_traceback_is_printed(tmp_path: Path, present: str) -> None:
+def test_a_bad_error_file_stays_with_traceback_printed(tmp_path: Path, present: str) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     worker.error_file.write_text(present)
     assert "KeyError" in run_text(tmp_path, FAILS, worker.environ)[2]
@@ -452,7 +452,7 @@ FULL_DISK = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (10, 10)
 
 @pytest.mark.seam
 @pytest.mark.parametrize(("path", "before"), [("missing/error.json", ""), (".", ""), ("error.json", FULL_DISK)])
-def test_an_error_file_that_cannot_be_written_costs_one_line(tmp_path: Path, path: str, before: str) -> None:
+def test_an_unwritable_error_file_costs_one_line(tmp_path: Path, path: str, before: str) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     code, _, err = run_text(tmp_path, before + FAILS, {**worker.environ, "TORCHELASTIC_ERROR_FILE": str(tmp_path / path)})
     warning, _, rest = err.partition("\n")
@@ -466,7 +466,7 @@ def test_an_error_file_that_cannot_be_written_costs_one_line(tmp_path: Path, pat
 
 
 @pytest.mark.seam
-def test_a_quiet_worker_prints_nothing_where_the_agent_has_the_error(tmp_path: Path) -> None:
+def test_a_quiet_worker_leaves_errors_to_the_agent(tmp_path: Path) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     assert run_text(tmp_path, FAILS, worker.environ) == (1, "", "")
     assert run_text(tmp_path, "raise KeyboardInterrupt", worker.environ) == (-signal.SIGINT, "", "")
@@ -475,7 +475,7 @@ def test_a_quiet_worker_prints_nothing_where_the_agent_has_the_error(tmp_path: P
 
 
 @pytest.mark.seam
-def test_a_hook_of_the_script_is_called_in_a_quiet_worker(here: Path, tmp_path: Path) -> None:
+def test_a_scripts_hook_is_called_when_quiet(here: Path, tmp_path: Path) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     for script in ("hook.py", "hook_raises.py"):
         assert run([script], here, worker.environ) == run([script], here, {}, flags=())
@@ -491,7 +491,7 @@ raise ValueError("x")
 
 
 @pytest.mark.full
-def test_the_hook_that_torch_installs_is_no_hook_of_the_script(tmp_path: Path) -> None:
+def test_torchs_hook_is_no_hook_of_scripts(tmp_path: Path) -> None:
     worker = Worker(tmp_path, quiet_traceback=True)
     assert "[rank0]: ValueError" in run_text(tmp_path, GROUP.format(before=""), {})[2]
     code, _, err = run_text(tmp_path, GROUP.format(before=""), worker.environ)
@@ -556,7 +556,7 @@ print("stepped")
 
 
 @pytest.mark.full
-def test_a_step_does_not_fail_where_the_recorder_cannot_be_read(tmp_path: Path, worker: Worker) -> None:
+def test_an_unreadable_recorder_fails_no_step(tmp_path: Path, worker: Worker) -> None:
     code, out, err = run_text(tmp_path, NO_MORE_THREADS, worker.environ)
     assert (code, out) == (0, "stepped\n"), err
     assert "flight recorder is not read: can't start new thread" in err
@@ -585,7 +585,7 @@ atexit.register(ending.set)
 
 
 @pytest.mark.full
-def test_the_recorder_is_not_read_while_the_interpreter_ends(tmp_path: Path, worker: Worker) -> None:
+def test_an_ending_interpreter_does_not_read_the_recorder(tmp_path: Path, worker: Worker) -> None:
     """Torch's C++ code, which it would return from, aborts the process then: a worker that had done all its work failed."""
     assert run_text(tmp_path, READS_AS_IT_ENDS, worker.environ) == (0, "read\n", "")
 

@@ -37,7 +37,7 @@ def start(logs: WorkerLogs, run_dir: Path, attempt: str = "0") -> None:
     logs.reify({0: {"TORCHELASTIC_RUN_ID": "x"}})
 
 
-def test_the_next_agent_removes_what_killed_ones_have_left_and_nothing_else(temporary: Path) -> None:
+def test_the_next_agent_removes_only_killed_ones_leftovers(temporary: Path) -> None:
     (temporary / "torchelastic_dead" / "x_1" / "attempt_0").mkdir(parents=True)
     (temporary / "torchelastic_dead" / OWNER).touch()
     (temporary / "torchelastic_stock" / "x_1").mkdir(parents=True)  # of stock torchrun, or with logs

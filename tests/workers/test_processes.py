@@ -56,7 +56,7 @@ def start():
         process.stdout.close()
 
 
-def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
+def test_an_exit_is_known_without_reaping(start):
     children = {0: start("raise SystemExit(3)"), 1: start(SLEEPS), 2: start("import os; os.kill(os.getpid(), 9)")}
     workers = WorkerProcesses({rank: child.pid for rank, child in children.items()}, own_groups=True)
     while len(workers.exits) < 2:
@@ -77,7 +77,7 @@ def test_an_exit_is_an_event_and_its_code_is_known_without_reaping(start):
     workers.close()
 
 
-def test_who_was_ending_by_the_same_signal_when_told_to_has_ended_by_itself(start):
+def test_one_ending_by_the_same_signal_ended_first(start):
     """The platform has terminated it, and its peers have failed over that first."""
     child = start("import os; os.kill(os.getpid(), 15)")
     until(lambda: processes.is_ending(child.pid))
@@ -89,7 +89,7 @@ def test_who_was_ending_by_the_same_signal_when_told_to_has_ended_by_itself(star
 
 
 @pytest.mark.parametrize("slowly", [False, True], ids=["ended", "ending"])
-def test_who_was_ending_when_told_to_has_ended_by_itself(start, slowly):
+def test_one_already_ending_has_ended_on_its_own(start, slowly):
     """Its exit cannot be seen yet, but its connections are closed: another worker has failed over that, and all are stopped."""
     code = "import os, threading, ctypes, signal; "
     if slowly:  # the main thread has ended, as in a process whose driver takes its time; the process does once it is told to
@@ -197,7 +197,7 @@ def test_a_signal_from_somebody_else_is_not_ours(start):
     workers.close()
 
 
-def test_a_process_that_is_gone_and_reaped_is_an_exit(start):
+def test_a_gone_and_reaped_process_has_exited(start):
     child = start("pass")
     child.wait()
     workers = WorkerProcesses({0: child.pid}, own_groups=False)
@@ -218,7 +218,7 @@ def test_a_stopped_process_is_killed(start):
     workers.close()
 
 
-def test_wakeup_ends_a_wait_from_another_thread_and_is_not_lost(start):
+def test_a_wakeup_from_another_thread_is_never_lost(start):
     child = start(SLEEPS)
     workers = WorkerProcesses({0: child.pid}, own_groups=True)
     with Wakeup() as wakeup:
@@ -256,7 +256,7 @@ def test_no_descriptor_is_left_open(start):
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_close_that_a_signal_interrupts_can_be_called_again(start, monkeypatch):
+def test_an_interrupted_close_can_be_called_again(start, monkeypatch):
     """Torch raises from its signal handler out of any line; what the agent does at its end must still come."""
     child = start(SLEEPS)
     before = os.listdir("/proc/self/fd")
@@ -275,7 +275,7 @@ def test_a_close_that_a_signal_interrupts_can_be_called_again(start, monkeypatch
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_a_grace_period_can_be_shortened_while_it_runs(start):
+def test_a_grace_period_can_be_shortened_meanwhile(start):
     """With the grace of an hour alone this test would time out."""
     with Limit() as limit:
         child = start(ON_TERM.format("print('told', flush=True)"))
@@ -295,7 +295,7 @@ def test_a_grace_period_can_be_shortened_while_it_runs(start):
 
 
 @pytest.mark.full
-def test_a_wait_of_any_length_can_be_asked_for():
+def test_a_wait_may_have_any_length():
     with Wakeup() as wakeup:
         wakeup.set()
         assert readable(wakeup, 1e300)

@@ -91,7 +91,7 @@ def test_nothing_outlives_a_killed_agent(agent):
     assert not os.path.exists(run_dir)
 
 
-def test_what_the_agent_sent_before_it_died_reaches_a_reaper_that_was_not_up_yet(agent, tmp_path):
+def test_a_late_reaper_gets_what_was_sent_before(agent, tmp_path):
     late = tmp_path / "late"
     late.write_text(
         f"#!{sys.executable}\n"
@@ -105,7 +105,7 @@ def test_what_the_agent_sent_before_it_died_reaches_a_reaper_that_was_not_up_yet
     assert wait_gone([*workers, reaper]) == []
 
 
-def test_a_worker_that_the_reaper_does_not_know_is_found_by_its_token(agent):
+def test_the_token_finds_a_worker_unknown_to_reapers(agent):
     process, reaper, (marked, grandchild, unmarked), _ = agent("before-watch")
     process.kill()
     assert wait_gone([marked, grandchild, reaper]) == []
@@ -156,7 +156,7 @@ client.close(clean=False)
 
 
 @pytest.mark.parametrize("ends", [DIES, LEAVES_A_WORKER], ids=["killed", "in-order-with-a-worker-left"])
-def test_what_is_between_fork_and_exec_as_the_agent_ends_is_found(tmp_path, ends):
+def test_what_is_between_fork_and_exec_is_found(tmp_path, ends):
     """It does not carry the token yet."""
     told, go = tmp_path / "told", tmp_path / "go"
     os.mkfifo(go)
@@ -173,7 +173,7 @@ def test_what_is_between_fork_and_exec_as_the_agent_ends_is_found(tmp_path, ends
     assert left == []
 
 
-def test_a_reaper_whose_reader_is_gone_still_cleans_up(agent):
+def test_a_reaper_without_its_reader_cleans_up(agent):
     """The console of the agent is closed together with the agent: `torchrun ... 2>&1 | head`."""
     reader, writer = os.pipe()
     process, reaper, workers, run_dir = agent("wait", stderr=writer)
@@ -198,7 +198,7 @@ def test_the_client_outlives_its_reaper(tmp_path, monkeypatch):
     client.close(clean=True)
 
 
-def test_a_reaper_that_cannot_run_is_logged_once_and_not_started_again(tmp_path, monkeypatch, caplog):
+def test_a_reaper_that_cannot_run_is_logged_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     monkeypatch.undo()
@@ -210,7 +210,7 @@ def test_a_reaper_that_cannot_run_is_logged_once_and_not_started_again(tmp_path,
 
 
 @pytest.mark.parametrize("how", ["clean", "end"])
-def test_an_agent_that_ends_leaves_something_alive_only_if_it_ends_well(agent, how):
+def test_only_a_good_end_leaves_something_alive(agent, how):
     process, reaper, workers, run_dir = agent(how)
     assert process.wait(LIMIT_S) == 0
     assert wait_gone([reaper, *(workers if how == "end" else ())]) == []
@@ -231,7 +231,7 @@ def test_a_killed_reaper_is_replaced(tmp_path, child):
     assert child.wait(LIMIT_S) == -signal.SIGKILL
 
 
-def test_a_signal_while_a_reaper_starts_loses_no_reaper(tmp_path, monkeypatch):
+def test_a_signal_during_starts_loses_no_reaper(tmp_path, monkeypatch):
     """Its handler raises only once the agent knows the process, which otherwise would never learn of a clean end."""
 
     class Interrupted(subprocess.Popen):
@@ -253,7 +253,7 @@ def test_a_signal_while_a_reaper_starts_loses_no_reaper(tmp_path, monkeypatch):
     client.close(clean=True)
 
 
-def test_a_stopped_reaper_neither_holds_up_the_agent_nor_its_end(tmp_path, child, caplog):
+def test_a_stopped_reaper_does_not_delay_the_agent(tmp_path, child, caplog):
     """Its pipe is full after a few hundred rounds; at the end it is continued."""
     client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
     first = client._process.pid

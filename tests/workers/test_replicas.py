@@ -39,7 +39,7 @@ def hashes_of(every: int = 10) -> tuple[ReplicaHashes, list[WorkerHashes]]:
 
 
 @given(st.sampled_from(SPACINGS[:3]), st.integers(1, 3), st.integers(1, 50), st.data())
-def test_those_that_look_at_different_times_have_a_step_in_common(spacing, number, every, data):
+def test_looks_at_different_times_share_a_step(spacing, number, every, data):
     """Within any spacing, the last step of that spacing. The first and the last two are always there, and they are few."""
 
     def seen() -> set[int]:
@@ -140,7 +140,7 @@ def test_the_first_step_and_then_every_few(rank_0_of_4):
 
 
 @pytest.mark.full
-def test_parameters_and_their_optimizers_state_count_and_nothing_else(rank_0_of_4):
+def test_only_parameters_and_optimizer_state_count(rank_0_of_4):
     hashed, written = hashes_of(1)
     inner = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["0.bias"])
@@ -163,7 +163,7 @@ def test_parameters_and_their_optimizers_state_count_and_nothing_else(rank_0_of_
     assert value() not in (before, after)
 
 
-def test_of_a_mesh_only_what_is_replicated_before_it_is_sharded(rank_0_of_4):
+def test_of_a_mesh_only_unsharded_replicas(rank_0_of_4):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     weights = torch.ones(4, 4)
 
@@ -190,7 +190,7 @@ def test_fully_shard(rank_0_of_4, shape, replicated):
 
 
 @pytest.mark.full
-def test_of_an_optimizer_whose_state_is_sharded_only_parameters_count(rank_0_of_4):
+def test_with_sharded_optimizer_state_only_parameters_count(rank_0_of_4):
     hashed, written, model = hashes_of_replicas(1)
     handle = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: hashed.stepped(optimizer))
     try:
@@ -205,7 +205,7 @@ def test_of_an_optimizer_whose_state_is_sharded_only_parameters_count(rank_0_of_
     assert len(written) == 1
 
 
-def test_what_is_no_replica_is_not_hashed_and_that_is_said(hooks):
+def test_what_is_no_replica_is_not_hashed(hooks):
     """A plain tensor outside of DDP: it may be a shard, or a part of a pipeline."""
     hashed, written = hashes_of(1)
     trained(hashed, torch.nn.Linear(8, 8), 3)
@@ -214,7 +214,7 @@ def test_what_is_no_replica_is_not_hashed_and_that_is_said(hooks):
 
 
 @pytest.mark.full
-def test_of_two_models_in_one_optimizer_the_one_without_replicas_is_named(rank_0_of_4):
+def test_the_model_without_replicas_is_named(rank_0_of_4):
     hashed, written = hashes_of(1)
     model, more, alone = (torch.nn.Linear(8, 8) for _ in range(3))
     model, more = DistributedDataParallel(model), DistributedDataParallel(more)
@@ -232,7 +232,7 @@ def test_of_two_models_in_one_optimizer_the_one_without_replicas_is_named(rank_0
 
 
 @pytest.mark.full
-def test_an_optimizer_that_only_this_rank_has_changes_no_name(rank_0_of_4):
+def test_one_ranks_own_optimizer_changes_no_name(rank_0_of_4):
     names = []
     for local in (False, True):
         hashed, written = hashes_of(1)
@@ -254,7 +254,7 @@ def test_an_optimizer_that_only_this_rank_has_changes_no_name(rank_0_of_4):
         ("abbbbb", [(1, 1), (10, 10), (1, 1), (40, 8), (50, 10)]),
     ],
 )
-def test_steps_count_as_those_of_the_optimizer_that_has_made_the_fewest(rank_0_of_4, per_round, expected):
+def test_steps_are_those_of_the_slowest_optimizer(rank_0_of_4, per_round, expected):
     """No checkpoint that is numbered by either may be newer than what was compared."""
     hashed, written, model = hashes_of_replicas(10)
     backward(model)
@@ -267,7 +267,7 @@ def test_steps_count_as_those_of_the_optimizer_that_has_made_the_fewest(rank_0_o
 
 
 @pytest.mark.full
-def test_of_many_optimizers_the_first_are_compared_and_that_is_said(rank_0_of_4):
+def test_of_many_optimizers_the_first_are_compared(rank_0_of_4):
     hashed, written, model = hashes_of_replicas(1)
     kept_alive = [trained(hashed, model, 1) for _ in range(replicas.MAX_OPTIMIZERS)]
     assert written[-1].note == ""
@@ -278,7 +278,7 @@ def test_of_many_optimizers_the_first_are_compared_and_that_is_said(rank_0_of_4)
 
 
 @pytest.mark.full
-def test_an_error_of_torch_turns_it_off_and_the_file_says_why(rank_0_of_4):
+def test_an_error_of_torch_turns_it_off(rank_0_of_4):
     hashed, written, model = hashes_of_replicas(1)
     optimizer = trained(hashed, model, 1)
     optimizer.param_groups[0]["params"].append(torch.ones(1).to("meta"))
@@ -290,7 +290,7 @@ def test_an_error_of_torch_turns_it_off_and_the_file_says_why(rank_0_of_4):
 
 
 @pytest.mark.full
-def test_a_file_that_cannot_be_written_turns_it_off_with_one_warning(rank_0_of_4):
+def test_an_unwritable_file_turns_it_off(rank_0_of_4):
     def refuse(text: str) -> None:
         raise OSError(errno.ENOSPC, "no room")
 
@@ -327,7 +327,7 @@ class Refusing(torch.Tensor):
 
 @pytest.mark.full
 @pytest.mark.parametrize("error", [AssertionError, IndexError, OverflowError])
-def test_an_error_of_a_tensors_own_class_does_not_end_the_script(rank_0_of_4, error):
+def test_a_tensor_classs_error_does_not_end_scripts(rank_0_of_4, error):
     hashed, written, model = hashes_of_replicas(1)
     optimizer = trained(hashed, model, 1)
     optimizer.state[model.module.weight]["exp_avg"] = Refusing(error)

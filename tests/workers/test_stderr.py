@@ -165,7 +165,7 @@ def test_bytes_come_at_once_and_unchanged(console, tails, worker):
 
 
 @pytest.mark.seam
-def test_what_c_code_and_children_say_is_in_it(console, tails, worker):
+def test_it_holds_what_c_code_and_children_say(console, tails, worker):
     console.read()
     process = worker(
         "import ctypes, subprocess\n"
@@ -178,7 +178,7 @@ def test_what_c_code_and_children_say_is_in_it(console, tails, worker):
 
 
 @pytest.mark.seam
-def test_much_is_carried_whole_and_the_last_of_it_is_kept(console, tails, worker):
+def test_much_is_carried_whole_the_end_kept(console, tails, worker):
     console.read()
     process = worker("for n in range(200_000): os.write(2, b'%07d %s\\n' % (n, b'x' * (n % 50)))")
     assert process.wait(LIMIT_S) == 0
@@ -201,7 +201,7 @@ def test_lines_of_many_workers_stay_whole(console, tails, worker):
 
 
 @pytest.mark.seam
-def test_a_killed_relay_costs_nothing_that_it_had_not_taken(console, tails, worker, caplog):
+def test_a_killed_relay_loses_only_what_it_held(console, tails, worker, caplog):
     console.read()
     process = worker("os.write(2, b'before\\n'); sys.stdin.readline(); os.write(2, b'z' * 1_000_000); os.write(2, b'after\\n')")
     console.wait_for(lambda data: data == b"before\n")
@@ -219,7 +219,7 @@ def test_a_killed_relay_costs_nothing_that_it_had_not_taken(console, tails, work
 
 
 @pytest.mark.full
-def test_a_relay_killed_again_and_again_never_hurts_a_writer(console, tails, worker):
+def test_repeatedly_killed_relays_never_hurt_a_writer(console, tails, worker):
     console.read()
     process = worker("for n in range(40_000): os.write(2, b'%06d\\n' % n)\nsys.stdin.readline()\nos.write(2, b'end\\n')")
     for part in range(1, 6):
@@ -231,7 +231,7 @@ def test_a_relay_killed_again_and_again_never_hurts_a_writer(console, tails, wor
 
 
 @pytest.mark.full
-def test_the_next_relay_writes_what_a_killed_one_had_read(console, tails, worker):
+def test_the_next_relay_writes_a_killed_ones_rest(console, tails, worker):
     # More than the console's pipe takes: the relay has some of it, the worker's pipe the rest.
     process = worker(f"os.write(2, b'a' * {MUCH} + b'b')")
     until(lambda: console.full)
@@ -245,7 +245,7 @@ def test_the_next_relay_writes_what_a_killed_one_had_read(console, tails, worker
 
 
 @pytest.mark.seam
-def test_the_tail_of_a_worker_just_dead_is_there_though_the_relay_is_killed_with_it(console, tails, worker):
+def test_a_dead_workers_tail_outlives_the_relay(console, tails, worker):
     console.read()
     process = worker("os.write(2, b'x'); sys.stdin.readline(); os.write(2, b'last words')")
     console.wait_for(lambda data: data == b"x")
@@ -258,7 +258,7 @@ def test_the_tail_of_a_worker_just_dead_is_there_though_the_relay_is_killed_with
 
 
 @pytest.mark.seam
-def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, worker, monkeypatch):
+def test_a_grandchild_holding_the_pipe_delays_nothing(console, tails, worker, monkeypatch):
     console.read()
     process = worker(
         "import subprocess\n"
@@ -284,7 +284,7 @@ def test_a_grandchild_that_holds_the_pipe_open_delays_nothing(console, tails, wo
 
 
 @pytest.mark.full
-def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(console, tails, worker, monkeypatch):
+def test_a_stuck_console_neither_delays_nor_loses_anything(console, tails, worker, monkeypatch):
     monkeypatch.setattr(logs, "FLUSH_S", 0.5)
     more = CONSOLE_BYTES + CONSOLE_BYTES // 2  # the rest fits into the worker's pipe: it ends, however busy the machine is
     process = worker(f"os.write(2, b'a' * {more} + b'the end')")  # nobody reads
@@ -301,7 +301,7 @@ def test_a_console_that_takes_nothing_does_not_delay_the_tail_and_loses_nothing(
 
 
 @pytest.mark.full
-def test_a_console_that_is_full_holds_the_writer_as_it_would_without_a_relay(console, tails, worker):
+def test_a_full_console_holds_the_writer_as_usual(console, tails, worker):
     process = worker("os.write(2, b'a' * 5_000_000); print('through')")
     until(lambda: console.full and {processes.state(relay_pid(tails)), processes.state(process.pid)} == {"S"})
     assert select.select([process.stdout], [], [], 0)[0] == []
@@ -311,7 +311,7 @@ def test_a_console_that_is_full_holds_the_writer_as_it_would_without_a_relay(con
 
 
 @pytest.mark.seam
-def test_a_console_that_is_gone_costs_the_output_and_not_the_worker(console, tails, worker):
+def test_a_gone_console_costs_only_the_output(console, tails, worker):
     console.gone()
     process = worker("os.write(2, b'a' * 1_000_000 + b'still here')")
     assert process.wait(LIMIT_S) == 0
@@ -335,7 +335,7 @@ def test_unknown_is_not_empty(console, tails, worker, tmp_path):
 
 
 @pytest.mark.seam
-def test_a_muted_worker_is_heard_by_the_agent_only(console, tails, worker):
+def test_only_the_agent_hears_a_muted_worker(console, tails, worker):
     console.read()
     assert worker("os.write(2, b'NCCL WARN')", destination=os.devnull).wait(LIMIT_S) == 0
     assert tails.tail(0) == "NCCL WARN"
@@ -381,7 +381,7 @@ def test_a_terminal_stays_the_workers_terminal(tmp_path):
 
 @pytest.mark.seam
 @pytest.mark.parametrize("why", ["cannot-run", "other-version"])
-def test_a_relay_that_cannot_run_is_replaced_by_the_agent_itself(console, monkeypatch, request, caplog, tmp_path, why):
+def test_the_agent_replaces_an_unrunnable_relay(console, monkeypatch, request, caplog, tmp_path, why):
     """other-version: the package was updated while a job ran, and the relay is started again."""
     console.take()
     with monkeypatch.context() as patch:
@@ -428,7 +428,7 @@ for n in range(5000):
 
 
 @pytest.mark.full
-def test_a_chatty_job_looks_the_same_as_under_stock(tmp_path):
+def test_a_chatty_job_looks_as_under_stock(tmp_path):
     (tmp_path / "chatty.py").write_text(CHATTY)
     seen = []
     for command in (STOCK, EXT):

@@ -230,7 +230,7 @@ def families(entries: Iterable[Entry], pattern: str = "") -> tuple[NameFamily, .
         groups[family_of(entry.name, pattern)].append(entry)
     found = []
     for name, members in groups.items():
-        # A directory's mtime is the last change to its list of names, not the time of the save. Only a check can tell that.
+        # A directory's mtime is the last change to its list of names, not the time of the save. Only a check finds that.
         times = [float("inf") if entry.is_dir or entry.mtime is None else entry.mtime for entry in members]
         found.append(NameFamily(name, _newest_first(members, pattern), max(times)))
     # Of two families with the same time, the one whose names have numbers goes first: it gives a step.

@@ -217,7 +217,7 @@ def read_trackers(storage: Storage, listed: Iterable[Entry]) -> dict[str, str]:
 def judged(found: Sequence[Entry], listed: Iterable[Entry], trackers: Mapping[str, str]) -> list[Entry]:
     """Return the candidates, each with what the files beside it say of it. Pure.
 
-    What is newer than the one that a tracker names is not whole, if it is of several files: the end of one file shows by itself.
+    What is newer than the one that a tracker names is not whole, if it is of several files: a single file itself shows its end.
     """
     names = {entry.name for entry in listed}
     return [each if each.torn else replace(each, torn=_torn(each, found, names, trackers)) for each in found]

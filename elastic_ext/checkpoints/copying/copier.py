@@ -86,7 +86,7 @@ class CopyProgress:
         self._pulsed = 0  # bytes of this turn that are already counted
 
     def started(self, now: float) -> None:
-        """Note that a process was started; it looks for work by itself."""
+        """Note that a process was started; it looks for work without an order."""
         self.working, self.heard_at, self._pulsed = True, now, 0
 
     def ordered(self, now: float) -> None:
@@ -152,7 +152,7 @@ class RestartedChild:
     def order(self, order: str) -> None:
         with self._changed:
             self.progress.ordered(time.monotonic())
-            if self._child is not None:  # a process that is about to start looks by itself
+            if self._child is not None:  # a process that is about to start looks without an order
                 self._child.send(order)
 
     def finish(self, deadline: float) -> None:
@@ -286,7 +286,7 @@ class RestartedChild:
         try:
             message = decode(line)
         except records.OtherSchema as error:
-            logger.warning("cannot tell whether checkpoints are being copied: %s", error)
+            logger.warning("it is unknown whether checkpoints are being copied: %s", error)
             return
         except records.RecordError:
             logger.info("the process that copies checkpoints printed: %s", line.decode(errors="replace").rstrip())

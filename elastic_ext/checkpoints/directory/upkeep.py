@@ -211,7 +211,7 @@ class _Copy:
     throttle: Throttle | None = None
     compared: Throttle | None = None
 
-    def bring(self, path: str, size: int, there: int | None, expected: str, by_content: bool = False) -> int:
+    def copy(self, path: str, size: int, there: int | None, expected: str, by_content: bool = False) -> int:
         """Copy a file unless the target has it; return the number of bytes sent.
 
         there: size of the target file; None: there is none. expected: the checksum; "" if unknown. by_content: without one,
@@ -275,7 +275,7 @@ def copy(
     total, done, sent = sum(entry.size for entry in found.values()), 0, 0
     for file in sorted(found, key=lambda file: (_commit_rank(file), file)):
         path, size, expected = (f"{name}/{file}" if checkpoint.is_dir else file), found[file].size, checksums.get(file, "")
-        sent += work.bring(path, size, there.get(file), expected, by_content=_commit_rank(file) > 0)
+        sent += work.copy(path, size, there.get(file), expected, by_content=_commit_rank(file) > 0)
         done += size
         if progress is not None:
             progress(done, total)
@@ -299,7 +299,7 @@ def copy_files(
     for file in files:
         path = f"{name}/{file.name}"
         there = target.stat(path)
-        sent += work.bring(path, file.size, there.size if there is not None else None, file.checksum)
+        sent += work.copy(path, file.size, there.size if there is not None else None, file.checksum)
     return sent
 
 

@@ -33,7 +33,7 @@ Pair = tuple[Tensor, Tensor]
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
-_UNTOLD = 8  # copies whose stalls are kept until they are asked for
+_UNREPORTED = 8  # copies whose stalls are kept until they are asked for
 
 
 class Copying:
@@ -44,7 +44,7 @@ class Copying:
         self._steps = StepsSeen(optimizers)
         self._lanes: dict[torch.device, Lane] = {}
         self._pinned: dict[int, Tensor] = {}  # by address
-        self._untold: deque[list[Marks]] = deque(maxlen=_UNTOLD)
+        self._unreported: deque[list[Marks]] = deque(maxlen=_UNREPORTED)
         weakref.finalize(self, _unpin, self._lanes, self._pinned).atexit = False
         self._exposed = False  # a copy beside training may be under way
         self._overtaken = False  # ... and a step was captured meanwhile
@@ -72,7 +72,7 @@ class Copying:
                 continue
             marks.append(self._lanes[device].copy(its_resting, its_moving, beside))
         if marks:
-            self._untold.append(marks)
+            self._unreported.append(marks)
 
     def finish(self) -> None:
         """Wait until everything is in the buffer. Raises RuntimeError if it may be of different steps."""
@@ -101,12 +101,12 @@ class Copying:
         None without one, or if the devices have not come so far: training is not made to wait for an answer. Ask before the
         next `start`: until then it is unknown how long the next step waits. Devices are taken to stall at the same time.
         """
-        if not self._untold:
+        if not self._unreported:
             return None
-        stalls = [stall_s for marks in self._untold[0] if (stall_s := marks.stall_s()) is not None]
-        if len(stalls) < len(self._untold[0]):
+        stalls = [stall_s for marks in self._unreported[0] if (stall_s := marks.stall_s()) is not None]
+        if len(stalls) < len(self._unreported[0]):
             return None
-        self._untold.popleft()
+        self._unreported.popleft()
         return max(stalls)
 
     def _before_step(self, optimizer: Optimizer) -> None:
@@ -222,7 +222,7 @@ def _copy(pairs: Iterable[Pair]) -> None:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event of a stream's present end. blocking: who waits for it sleeps."""
+    """Return an event of a stream's present end. blocking: a thread that waits for it sleeps."""
     event = torch.cuda.Event(enable_timing=True, blocking=True)
     event.record(stream)
     return event

@@ -143,7 +143,7 @@ def issued(with_nccl: bool) -> dict[str, dict[int, int]]:
     """Return when this rank issued its last collectives, by group and number, in ns of CLOCK_REALTIME.
 
     with_nccl: read NCCL's own recorder, too. It queries events of the device, which may break the capture of a CUDA graph.
-    A group's name tells its recorder, its own name, its first rank and its size: groups of other ranks may have the same name.
+    A group's name holds its recorder, its own name, its first rank and its size: groups of other ranks may have the same name.
     Operations that were issued as one have one number: the first counts. Groups of OWN are left out. Raises as `read` does.
     """
     ranks = {name: each for name, each in _ranks_of_groups().items() if len(each) > 1}

@@ -413,7 +413,7 @@ def _answer_signal(row: memoryview) -> bool:
         _signal.signal(worker_env.ANSWER_SIGNAL, lambda *_: row.__setitem__(layout.ANSWERS, row[layout.ANSWERS] + 1))
         _signal.siginterrupt(worker_env.ANSWER_SIGNAL, False)  # system calls of C code go on
     except (OSError, ValueError) as error:  # not the main thread, say
-        _warn(f"the agent cannot tell whether this worker stays in one call: {error}")
+        _warn(f"the agent cannot see whether this worker stays in one call: {error}")
         return False
     return True
 

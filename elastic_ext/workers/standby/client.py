@@ -113,7 +113,7 @@ class ServerProcess:
         workers' directory; None: the agent's.
         """
         self.importing = False  # it was asked to import and has not answered yet
-        self.hurried = False  # it was told that torch is enough, since it was asked
+        self.hurried = False  # it has learned that torch is enough, since it was asked
         self._lowered = False
         self._output = output
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

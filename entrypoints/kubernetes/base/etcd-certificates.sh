@@ -10,7 +10,7 @@ days=3650
 openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days $days -subj "/CN=etcd CA of $namespace" \
   -keyout ca.key -out ca.crt
 openssl req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -subj "/CN=etcd" -keyout server.key -out server.csr
-service=etcd.$namespace.svc # of the members' names, and by itself for clients that take one address
+service=etcd.$namespace.svc # part of the members' names, and alone for clients that take one address
 cat > server.ext <<END
 subjectAltName=DNS:localhost,IP:127.0.0.1,DNS:$service,DNS:*.$service,DNS:$service.cluster.local,DNS:*.$service.cluster.local
 extendedKeyUsage=serverAuth,clientAuth

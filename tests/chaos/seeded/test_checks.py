@@ -81,7 +81,7 @@ def counted(first: int, second: int, *more: dict) -> History:
 
 
 @pytest.mark.parametrize(("check", "first"), [("one world each round", 0), ("restarts count up", 1), ("ends", 1)])
-def test_restarts_count_from_0_again_only_after_all_agents_died(check: str, first: int):
+def test_restarts_count_afresh_only_after_all_agents_died(check: str, first: int):
     died = {"what": "exit", "t": 1.7, "host": "a", "pid": 10, "code": -9}
     assert list(checks.CHECKS[check](PLAN, counted(first, 0), ALONE))
     assert not list(checks.CHECKS[check](PLAN, counted(first, 0, died), ALONE))
@@ -107,7 +107,7 @@ def dead(host: str, t: float, back: float) -> History:
         ("embedded", [*dead("b", 1.3, 1.5), *dead("c", 1.6, 1.8)], False),
     ],
 )
-def test_restarts_count_from_0_again_after_what_the_job_brings_has_forgotten_all(etcd: str, others: History, forgotten: bool):
+def test_restarts_count_afresh_once_the_store_forgot_all(etcd: str, others: History, forgotten: bool):
     plan = replace(PLAN, etcd=etcd)
     assert bool(list(checks.CHECKS["restarts count up"](plan, counted(1, 0, *others), ALONE))) is not forgotten
 
@@ -209,7 +209,7 @@ def ending_after(kind: str, target: str, detail: str = "", **left: list[str]) ->
         (ending_after("kill reaper", "a", tmp=["a/file"]), PLAN, True),
     ],
 )
-def test_a_host_that_dies_may_leave_what_is_its_own(history: History, plan: Plan, seen: bool):
+def test_a_dying_host_may_leave_its_own_things(history: History, plan: Plan, seen: bool):
     assert bool(list(checks.nothing_left(plan, history, ALONE))) == seen
 
 
@@ -220,7 +220,7 @@ def held(t: float, host: str, missing: list[str], **more: object) -> dict:
 TOGETHER = [held(1.17, "a", ["b"]), held(1.18, "b", ["a"])]
 
 
-def test_what_the_disks_of_the_group_have_together_may_not_be_passed_over():
+def test_what_the_groups_disks_hold_must_be_used():
     assert [problem.partition(":")[0] for problem in checks.broken(PLAN, with_(*TOGETHER), ALONE)] == ["not behind"]
 
 

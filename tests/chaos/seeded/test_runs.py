@@ -17,7 +17,7 @@ TIMEOUT_S = 1200
 
 
 @pytest.mark.seam
-def test_a_run_that_ends_before_it_began_has_not_passed_like_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_that_never_began_has_not_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "problems.json").write_text("[]")
     monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # no Python starts with it
@@ -36,14 +36,14 @@ def test_a_run_that_ends_before_it_began_has_not_passed_like_the_one_before(tmp_
         (None, 0, ["the suite itself left with 0: said"]),
     ],
 )
-def test_a_run_has_passed_only_if_it_wrote_so_and_left_so(problems: str | None, code: int, shown: list[str]):
+def test_a_run_passes_only_if_it_wrote_so(problems: str | None, code: int, shown: list[str]):
     assert reported(problems, Finished(code, "", "said")) == shown
 
 
 @pytest.mark.full
 @pytest.mark.timeout(TIMEOUT_S + 30)
 @pytest.mark.parametrize("kind", ["kill worker", "kill host", "cut", "kill etcd leader", "kill store"])
-def test_the_first_seed_whose_plan_is_this_fault_alone_on_two_hosts_without_a_store(kind: str, tmp_path: Path) -> None:
+def test_the_first_seed_with_this_fault_alone(kind: str, tmp_path: Path) -> None:
     lossy_network.required()
     embedded = kind not in kinds_of(SETUPS)
     plans = (plan(seed, embedded) for seed in itertools.count())

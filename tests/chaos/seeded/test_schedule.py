@@ -28,7 +28,7 @@ MODES = pytest.mark.parametrize(("plans", "setups"), [(PLANS, SETUPS), (EMBEDDED
 
 
 @MODES
-def test_as_many_seeds_in_a_row_as_there_are_kinds_have_them_all(plans, setups):
+def test_consecutive_seeds_have_all_kinds_of_faults(plans, setups):
     kinds = set(kinds_of(setups))
     for start in (0, 7):
         found = {fault.kind for each in plans[start : start + len(kinds)] for fault in each.faults}
@@ -55,7 +55,7 @@ def targets(scope, hosts):
     return {"host": {*hosts, RANK_0}, "two hosts": pairs}.get(scope, {""})
 
 
-def test_a_plan_survives_json_and_can_be_cut_down():
+def test_a_plan_survives_json_and_shrinks():
     whole = next(each for each in PLANS if len(each.faults) == 3)
     assert decode(json.loads(json.dumps(encode(whole)))) == whole
     assert only(whole, {0, 2}).faults == (whole.faults[0], whole.faults[2])

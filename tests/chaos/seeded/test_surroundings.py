@@ -28,7 +28,7 @@ told()
 
 @pytest.mark.seam
 @pytest.mark.parametrize("step_s", [3600, -3600])
-def test_a_step_of_the_clock_is_seen_by_a_process_that_runs_and_its_waits_stay_as_long(tmp_path: Path, step_s: int):
+def test_a_running_process_sees_a_clock_step(tmp_path: Path, step_s: int):
     required(not unavailable("clock step"), unavailable("clock step"))
     one, other = clocks(tmp_path, "ab").values()
     pipe, command = subprocess.PIPE, [sys.executable, "-c", SCRIPT]

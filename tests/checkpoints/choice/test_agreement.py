@@ -147,7 +147,7 @@ def test_what_is_quarantined(tmp_path):
         ((7,), (5,), (5,), "", None),
     ],
 )
-def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote, local, marked, resume_from, expected):
+def test_the_newest_is_quarantined_if_another_is_left(tmp_path, remote, local, marked, resume_from, expected):
     tiers = {"remote": remote, "local": local}
     for tier, steps in tiers.items():
         (tmp_path / tier).mkdir()
@@ -162,7 +162,7 @@ def test_the_newest_is_quarantined_only_if_another_one_is_left(tmp_path, remote,
     assert own_files.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
-def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_path):
+def test_what_is_newer_than_the_limit_is_quarantined(tmp_path):
     """In both tiers; what has no step, too, but for what the round resumed from. Nothing is removed. What a script was saving as
     it was stopped may be saved again."""
     remote, local = tmp_path / "remote", tmp_path / "local"
@@ -184,7 +184,7 @@ def test_what_is_newer_than_the_last_step_that_may_be_used_is_quarantined(tmp_pa
     assert agreement.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
 
 
-def test_what_is_refused_of_ours_stays_refused_while_a_node_still_copies_its_part_there(tmp_path):
+def test_our_refused_stay_refused_while_copying_goes_on(tmp_path):
     for step in (5, 7):
         save_own(tmp_path, step)
     name = directory_name(7, 1)
@@ -194,7 +194,7 @@ def test_what_is_refused_of_ours_stays_refused_while_a_node_still_copies_its_par
     assert resumed(tmp_path).step == 5
 
 
-def test_where_all_are_refused_a_run_that_began_from_nothing_does_so_again_and_another_does_not(tmp_path):
+def test_with_all_refused_only_fresh_runs_begin_again(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     save(tmp_path, 7)
     assert agreement.quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
@@ -345,7 +345,7 @@ def test_two_nodes_with_copies_in_memory(tmp_path, exchanges):
     assert [each.path for each in found] == [str(tmp_path / node / directory_name(6, 1)) for node in "ab"]
 
 
-def test_a_node_without_memory_resumes_with_the_others_from_a_lower_tier(tmp_path, exchanges):
+def test_a_node_without_memory_shares_the_lower_tier(tmp_path, exchanges):
     """Its host may lack a tmpfs at /dev/shm, or room in it. Another such host would do no better, so it must not end for that."""
     save_own(tmp_path / "checkpoints", 5)
     places = [NodeInRound(0, 2, memory=copies(tmp_path / "a", [7], [0, 1])), NodeInRound(1, 2)]
@@ -366,7 +366,7 @@ def test_all_nodes_get_the_same_error(tmp_path, exchanges, prepare, kind):
 
 
 @pytest.mark.seam
-def test_a_node_waits_until_it_sees_what_the_others_resume_from(tmp_path):
+def test_a_node_waits_for_what_others_resume_from(tmp_path):
     whole, late = save(tmp_path, 7).read_bytes(), tmp_path / "late"
     late.mkdir()
     (late / "step_7.pt").write_bytes(whole[:100])
@@ -434,7 +434,7 @@ def test_without_a_good_checkpoint_a_job_stops(tmp_path, directory):
     assert "begin" not in done.out
 
 
-def test_all_nodes_learn_that_the_storage_is_away_and_leave_with_try_again():
+def test_lost_storage_makes_all_nodes_try_again():
     text = decisions.encode(decisions.failure(StorageAway("no answer for 600 s")))
     with pytest.raises(StorageAway, match="no answer for 600 s") as raised:
         decisions.read_agreement(text)

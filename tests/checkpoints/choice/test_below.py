@@ -68,7 +68,7 @@ def test_where_there_is_nothing_nothing_is_said(tmp_path: Path) -> None:
     assert resumed(tmp_path) == Resumption(reason=f"no complete checkpoint in {tmp_path}")
 
 
-def test_a_deep_and_wide_directory_costs_a_bounded_time(tmp_path: Path) -> None:
+def test_a_deep_directory_costs_a_bounded_time(tmp_path: Path) -> None:
     for number in range(listing.MAX_FOLDERS + 50):
         (tmp_path / f"sample{number}").mkdir()
     deep = tmp_path.joinpath(*"abcdefg")
@@ -146,7 +146,7 @@ def test_a_directory_of_checkpoints_is_none(tmp_path: Path, folder: str, make: C
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_the_first_of_a_run_of_deepspeed_is_its_checkpoint(tmp_path: Path) -> None:
+def test_deepspeeds_first_of_a_run_is_its_checkpoint(tmp_path: Path) -> None:
     """Not the directory that holds it."""
     first = scenes.deepspeed(tmp_path / "run_1" / "global_step100", 100)
     text(tmp_path / "run_1" / "latest", "global_step100")

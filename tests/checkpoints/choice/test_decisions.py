@@ -64,7 +64,7 @@ def test_refused_copies_are_not_even_told_as_lost():
     assert newest_whole(nodes, {directory_name(8, 1), directory_name(7, 1)}) == MemoryChoice(None)
 
 
-def test_none_can_be_loaded_if_a_node_has_no_memory():
+def test_none_is_loaded_if_a_node_lacks_memory():
     nodes = on([ALL], [])
     found = newest_whole([nodes[0], replace(nodes[1], has_memory=False)])
     assert found.offer is None
@@ -92,7 +92,7 @@ def test_whether_a_copy_needs_no_storage(nodes, enough):
     assert not needs_no_storage(None, None, nodes)
 
 
-def test_what_is_newer_on_the_local_disks_is_known_of():
+def test_newer_checkpoints_on_local_disks_are_known():
     nodes = [holder(COPY, saved=NewestSaved(3, 6))]
     assert needs_no_storage(COPY, offer(7), nodes)
     assert not needs_no_storage(COPY, offer(8), nodes)

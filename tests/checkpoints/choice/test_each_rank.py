@@ -30,7 +30,7 @@ def test_each_rank_is_told_its_own(tmp_path: Path) -> None:
     assert point.own_variables(1) == found.variables_of(1)
 
 
-def test_a_rank_without_a_file_finds_the_name_of_all(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rank_without_a_file_finds_the_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranks(tmp_path, "s_2_rank{}.pt", 2)
     point = ResumePoint(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path))
     assert point.own_variables(2) == {}
@@ -39,7 +39,7 @@ def test_a_rank_without_a_file_finds_the_name_of_all(tmp_path: Path, caplog: pyt
 
 
 @pytest.mark.parametrize("name", ["s_2.pt", "s_2_tp0_pp{}.pt", "s_2-{}-of-2.pt"])
-def test_where_no_file_is_one_ranks_own_all_find_the_same(tmp_path: Path, name: str) -> None:
+def test_without_own_files_all_ranks_find_the_same(tmp_path: Path, name: str) -> None:
     ranks(tmp_path, name, 2)
     assert resumed(tmp_path).files == {}
     assert ResumePoint(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path)).own_variables(0) == {}
@@ -53,7 +53,7 @@ def test_the_other_nodes_find_theirs_by_the_name(tmp_path: Path) -> None:
     assert node.seen(sent, 0.0).files[3] == str(tmp_path / "s_2_rank3.pt")
 
 
-def test_the_blamed_one_is_quarantined_with_all_its_files(tmp_path: Path) -> None:
+def test_the_blamed_one_is_quarantined_with_its_files(tmp_path: Path) -> None:
     for step in (1, 2):
         ranks(tmp_path, f"s_{step}_rank{{}}.pt", 2)
     assert agreement.quarantine(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path).path, False, "bad") == "s_2_rank*.pt"

@@ -83,7 +83,7 @@ def test_incomplete_ones_are_passed_over_with_a_reason() -> None:
     assert looked == ["s_4.pt", "s_3.pt", "s_2.pt"]
 
 
-def test_only_what_may_change_the_choice_is_looked_at() -> None:
+def test_only_what_may_change_the_choice_is_read() -> None:
     looked: list[str] = []
     decide([entry(f"s_{step}.pt", step) for step in range(10_000)] + [entry("best.pt", 17)], set(), looked)
     assert looked == ["s_9999.pt"]
@@ -351,7 +351,7 @@ def test_what_a_storage_says_of_time() -> None:
     assert storage._mtime({"mtime": None, "updated": "yesterday"}) is None
 
 
-def test_a_checkpoint_that_vanishes_while_it_is_looked_at(tmp_path: Path) -> None:
+def test_a_checkpoint_that_vanishes_while_being_read(tmp_path: Path) -> None:
     """Retention removes old ones at any time: listed, then gone."""
     save_file(tmp_path / "step_1.pt")
     save_dcp(tmp_path / "step_2")

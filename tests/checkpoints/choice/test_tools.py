@@ -119,7 +119,7 @@ def test_what_is_newer_than_its_tracker_is_torn(tmp_path: Path, tracker: str, na
     assert chosen(tmp_path) == (name.format(300), 300)
 
 
-def test_a_tracker_that_cannot_or_may_not_be_read_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_tracker_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scenes.deepspeed(tmp_path / "global_step5", 5)
     for value in (b"", b"\xff\xfe", b"9" * 5000, b"no such", b"9" * 30):
         (tmp_path / "latest").write_bytes(value)
@@ -149,7 +149,7 @@ def test_copies_and_marks_beside_nemos_checkpoints(tmp_path: Path) -> None:
     assert chosen(tmp_path / "tune") == ("epoch_1", 1)
 
 
-def test_a_model_that_a_trainer_left_in_the_root(tmp_path: Path) -> None:
+def test_a_model_left_in_the_root_by_trainers(tmp_path: Path) -> None:
     scenes.trainer(tmp_path / "checkpoint-200", 200)
     for name in ("training_args.bin", "pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "adapter_model.bin"):
         saved(tmp_path / name, {}, 900)
@@ -289,7 +289,7 @@ def test_families_that_belong_together(tmp_path: Path, files: dict[str, object],
             assert "set checkpoint_pattern" in choice.question
 
 
-def test_two_runs_one_after_the_other_do_not_belong_together(tmp_path: Path) -> None:
+def test_two_consecutive_runs_do_not_belong_together(tmp_path: Path) -> None:
     for at, name in enumerate(("a_1", "a_2", "b_1", "b_2")):
         saved(tmp_path / f"{name}.pt", TRAINING, at)
     assert chosen(tmp_path) == ("b_2.pt", 2)

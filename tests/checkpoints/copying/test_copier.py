@@ -112,7 +112,7 @@ def watched(local: Path, remote: Path | str, stall_s: float) -> Iterator[Watched
         found.copier.close(0.0)
 
 
-def test_a_stopped_one_is_told_of_and_replaced_at_the_end(tmp_path, monkeypatch, caplog):
+def test_a_stopped_copier_is_reported_and_replaced(tmp_path, monkeypatch, caplog):
     """Only the stopped one has little time, which begins with its second report; the one after it has as much as it needs."""
     with watched(tmp_path / "local", tmp_path / "remote", LONG_S) as each:
         each.until(lambda seen: seen.told)
@@ -150,7 +150,7 @@ def test_a_storage_that_never_answers_is_given_up(tmp_path, silent_server, caplo
         until(lambda: not copiers(os.getpid()), "the end of the process")
 
 
-def test_one_that_dies_at_each_start_is_given_up(tmp_path, caplog):
+def test_a_copier_that_dies_repeatedly_is_given_up(tmp_path, caplog):
     name = save([tmp_path / "local"], 2)
     with watched(tmp_path / "local", "nosuch://bucket", 2.0) as each:
         each.until(lambda seen: seen.failed)
@@ -158,7 +158,7 @@ def test_one_that_dies_at_each_start_is_given_up(tmp_path, caplog):
     assert name in caplog.text
 
 
-def test_what_the_workers_did_not_go_on_from_is_missed_by_nobody(tmp_path):
+def test_what_no_worker_continued_from_is_not_missed(tmp_path):
     """A part of a checkpoint whose other parts are lost, in a job that went back and saved no more."""
     local, remote = tmp_path / "local", tmp_path / "remote"
     for path in (local, remote):

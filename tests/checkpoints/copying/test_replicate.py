@@ -125,7 +125,7 @@ def test_whose_file():
     assert [list(ranks_of((2, 1, 3), node)) for node in range(3)] == [[0, 1], [2], [3, 4, 5]]
 
 
-def test_the_newest_that_the_nodes_have_all_parts_of():
+def test_the_newest_whose_parts_all_nodes_have():
     def offer(step: int, *ranks: int, generation: int = 2, digest: str = "d", nodes: tuple[int, ...] = (1, 1)) -> Offer:
         return Offer(directory_name(step, generation), digest, step, len(nodes), sum(nodes), ranks)
 
@@ -223,7 +223,7 @@ def test_a_local_directory_belongs_to_one_remote_one(tmp_path):
 
 
 @pytest.mark.seam
-def test_the_manifest_comes_last_by_the_node_of_rank_0(nodes, where):
+def test_rank_0s_node_writes_the_manifest_last(nodes, where):
     name = save(nodes, 2)
     with Process(nodes[0], where) as first, Process(nodes[1], where) as second:
         first.until(lambda told: told["sent"])
@@ -322,7 +322,7 @@ def superfluous(tmp_path) -> tuple[Replicator, Path, str, str]:
 
 
 @pytest.mark.parametrize("chosen", ["older", "newer"])
-def test_what_is_chosen_stays_until_it_is_loaded_and_nothing_else(superfluous, chosen):
+def test_only_what_is_chosen_stays_until_loaded(superfluous, chosen):
     copier, local, older, newer = superfluous
     pin = Pin(open_storage(str(local)))
     assert copier.turn().complete == newer
@@ -362,7 +362,7 @@ def test_a_pin_dies_with_its_agent(superfluous, while_):
     assert not (local / older).exists()
 
 
-def test_where_files_cannot_be_locked_the_agent_goes_on(superfluous, monkeypatch, caplog):
+def test_without_file_locks_the_agent_goes_on(superfluous, monkeypatch, caplog):
     def refused(number: int, kind: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 

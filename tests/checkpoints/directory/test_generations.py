@@ -33,7 +33,7 @@ OLD = Opener("job", 3, "a")
         (None, OLD, True, "others, perhaps of this launch, have opened the directory", "no-evidence"),
     ],
 )
-def test_the_older_group_is_told_whose_the_directory_is(
+def test_the_older_group_learns_who_owns_the_directory(
     tmp_path: Path, old: Opener | None, new: Opener | None, saved: bool, said: str, rule: str
 ):
     storage = open_storage(str(tmp_path))
@@ -54,7 +54,7 @@ def test_the_older_group_is_told_whose_the_directory_is(
     assert classify(Evidence(0, 1, exception=raised, first_step_done=True)).rule == rule
 
 
-def test_an_older_restart_of_a_launch_may_not_open(tmp_path: Path):
+def test_an_older_restart_may_not_open(tmp_path: Path):
     """The same one may, and another launch, which counts from 0 again. A few markers stay."""
     storage = open_storage(str(tmp_path))
     for number, opener in enumerate((OLD, OLD, Opener("job", 0, "b"), Opener(), Opener("job", 4, "a")), 1):
@@ -88,7 +88,7 @@ def agent(run_id: str, *command: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_of_two_jobs_in_one_directory_the_older_stops_once_the_newer_saves_there(tmp_path: Path):
+def test_a_newer_jobs_save_stops_the_older_one(tmp_path: Path):
     """A restart of the older would take the directory from the newer, whose restart would take it back, and so on."""
     (tmp_path / "train.py").write_text(TRAINS)
     os.mkfifo(tmp_path / "pause")
@@ -108,7 +108,7 @@ def test_of_two_jobs_in_one_directory_the_older_stops_once_the_newer_saves_there
 
 
 @pytest.mark.full
-def test_an_evaluation_of_the_directory_under_an_agent_costs_one_restart_and_not_the_job(tmp_path: Path):
+def test_an_evaluation_under_an_agent_costs_one_restart(tmp_path: Path):
     (tmp_path / "train.py").write_text(TRAINS)
     (tmp_path / "evaluate.py").write_text(LOADS)
     with Job(agent("job", "train.py"), tmp_path) as trains:

@@ -87,7 +87,7 @@ def test_the_last_copy_is_never_removed() -> None:
         assert not {row.name for row in rows if row.quarantined} & set(gone)
 
 
-def test_a_removal_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_removal_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = save_own(tmp_path, 1)
     monkeypatch.setattr("shutil.rmtree", lambda path: None)  # the process ends here
     upkeep.delete(open_storage(str(tmp_path)), name)
@@ -132,7 +132,7 @@ def test_copies_are_whole(tmp_path: Path, source: Storage, target: Storage) -> N
 
 
 @pytest.mark.full("s3")
-def test_a_copy_that_is_cut_off_is_torn_and_goes_on(tmp_path: Path, source: Storage, target: Storage) -> None:
+def test_an_interrupted_copy_is_torn_and_continues(tmp_path: Path, source: Storage, target: Storage) -> None:
     for most in range(3):  # then two files are there; what is left is one of them and the manifest
         blocks = iter(range(most))
 
@@ -160,7 +160,7 @@ def test_a_damaged_one_is_not_copied(tmp_path: Path, source: Storage, target: St
 
 
 @pytest.mark.full("s3")
-def test_another_checkpoint_of_the_same_name_is_not_overwritten(source: Storage, target: Storage) -> None:
+def test_a_checkpoint_of_equal_name_is_not_overwritten(source: Storage, target: Storage) -> None:
     save_own(target, 5, run_id="another")
     with pytest.raises(UsageError, match="another checkpoint with the same name"):
         copy(source, target, entry_of(source, NAME))
@@ -318,7 +318,7 @@ def test_prune_never_takes_what_is_not_understood(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda path: scenes.verl(path / "step_1"), lambda path: ranks(path, "s_1_rank{}.pt", 3)])
-def test_a_removal_of_several_files_that_is_cut_off_leaves_no_checkpoint(tmp_path: Path, monkeypatch, make) -> None:
+def test_an_interrupted_removal_of_files_leaves_no_checkpoint(tmp_path: Path, monkeypatch, make) -> None:
     make(tmp_path)
     storage = open_storage(str(tmp_path))
     (row,) = list_checkpoints(storage)
@@ -470,7 +470,7 @@ def test_what_prune_leaves(tmp_path: Path, make: Callable[[Path], None], options
     assert ("which the pattern leaves out" in capsys.readouterr().out) == ("model_{step}" in options or "ema_{step}" in options)
 
 
-def test_prune_counts_families_by_the_numbers_in_their_names(tmp_path: Path) -> None:
+def test_prune_counts_families_by_numbers_in_names(tmp_path: Path) -> None:
     """Though one says by its content that it is of step 3000, it is of epoch 3. A pin is of all of a step."""
     steps(tmp_path, "model_epoch_{}.pt", WEIGHTS, 1, 2, 3)
     steps(tmp_path, "trainer_epoch_{}.pt", OPTIMIZER, 1, 2, 3, content=1000)

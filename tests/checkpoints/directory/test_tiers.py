@@ -73,7 +73,7 @@ def nodes(server, s3, tmp_path) -> Iterator[Nodes]:
         yield Nodes(server.endpoint, f"{s3}/job", tmp_path, stack)
 
 
-def test_an_agent_that_is_started_again_finds_its_disk(nodes, tmp_path, groups):
+def test_a_restarted_agent_finds_its_disk(nodes, tmp_path, groups):
     """It comes back as the other rank, and nothing is in the remote directory: each node sends what the other one needs now."""
     slow = {"ELASTIC_EXT_COPY_MB_S": NO_COPIES, **IMPATIENT}
     jobs = {name: nodes.start(name, 14, *SHORT, **slow, HOLD="1") for name in "ab"}
@@ -161,13 +161,13 @@ def test_what_a_disk_has_lost_is_loaded_remotely(saved, how):
 
 
 @WITH_SAVED
-def test_what_is_gone_from_everywhere_is_an_error_and_no_new_beginning(saved):
+def test_what_is_gone_everywhere_is_an_error(saved):
     shutil.rmtree(saved.disk("b") / STEP_4)
     assert saved.run("ab", "again", "--steps=4", resume_from=STEP_4) == [None, None]
     assert "files are on no node" in saved.groups.stderr.read_text()
 
 
-def test_all_that_was_saved_arrives_though_the_copier_is_killed(nodes, tmp_path, groups):
+def test_all_saves_arrive_although_the_copier_is_killed(nodes, tmp_path, groups):
     """Killed at its work, again and again, while a worker dies too; the job ends well when the last one is there."""
     jobs = [nodes.start(name, 14, HOLD="1") for name in "ab"]
     jobs[0].wait_for("is at step 6")

@@ -82,7 +82,7 @@ def test_the_step_and_the_family(name: str, step: int | None, family: str) -> No
     assert (step_of(name), family_of(name)) == (step, family)
 
 
-def test_names_that_say_that_they_are_of_a_step() -> None:
+def test_names_that_look_like_a_step() -> None:
     assert all(map(says_step, ("step_3", "epoch=1", "iter_0000007", "40", "checkpoint-5", "ckpt_9.pt")))
     assert not any(map(says_step, ("fold_3", "exp1", "run-600", "llama-7b", "version_1", "step", "latest", "2024-05-01")))
 

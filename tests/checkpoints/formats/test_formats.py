@@ -199,7 +199,7 @@ def peak_of(data: bytes) -> int:
         b"\x80\x04}p" + b"9" * 5000 + b"\n.",
     ],
 )
-def test_a_pickle_that_asks_for_more_than_it_is(data: bytes) -> None:
+def test_a_pickle_that_claims_too_much(data: bytes) -> None:
     with pytest.raises(single_files.PeekError):
         single_files.peek(data)
     assert peak_of(data) < 100_000
@@ -212,7 +212,7 @@ def test_numbers_that_cannot_be_printed(tmp_path: Path) -> None:
     assert parse_metadata(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))).items == ()
 
 
-def test_a_damaged_zip_directory_is_not_read_as_a_whole(tmp_path: Path) -> None:
+def test_a_damaged_zip_directory_is_not_read_whole(tmp_path: Path) -> None:
     """Its end says that it is a gigabyte long, in a file that is as long."""
     path = tmp_path / "step_5.pt"
     torch.save({"step": 5}, path)

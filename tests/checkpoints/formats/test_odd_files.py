@@ -78,7 +78,7 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     assert os.path.exists("/proc")
 
 
-def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
+def test_a_link_counts_as_the_file(tmp_path: Path) -> None:
     name = save_own(tmp_path, 5)
     moved = (tmp_path / name / "__0_0.distcp").rename(tmp_path / "blob")
     (tmp_path / name / "__0_0.distcp").symlink_to(moved)
@@ -90,7 +90,7 @@ def test_a_link_to_a_file_counts_as_the_file(tmp_path: Path) -> None:
     assert not (tmp_path / "copy" / name / "__0_0.distcp").is_symlink()
 
 
-def test_a_pipe_in_the_place_of_a_file_is_damage_and_no_hang(tmp_path: Path) -> None:
+def test_a_pipe_instead_of_a_file_is_damage(tmp_path: Path) -> None:
     for step, file in ((5, "manifest.json"), (7, "__0_0.distcp")):
         name = save_own(tmp_path, step)
         (tmp_path / name / file).unlink()

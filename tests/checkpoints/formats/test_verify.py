@@ -86,7 +86,7 @@ def test_what_is_said_of_each_bad_file(tmp_path: Path) -> None:
     assert look(storage, name).faults[0].file == MANIFEST
 
 
-def test_a_sample_reads_some_and_still_knows_all_sizes(tmp_path: Path) -> None:
+def test_a_sample_reads_some_and_knows_all_sizes(tmp_path: Path) -> None:
     storage = open_storage(str(tmp_path))
     name = save_own(tmp_path, 5)
     seen: list[tuple[int, int]] = []
@@ -141,7 +141,7 @@ def test_each_byte_of_a_zip_directory(tmp_path: Path) -> None:
             assert torch.equal(loaded["w"], torch.arange(50)), (place, bit)
 
 
-def test_torch_save_without_crcs_is_said_to_be_unverified(tmp_path: Path) -> None:
+def test_torch_save_without_crcs_is_called_unverified(tmp_path: Path) -> None:
     torch.serialization.set_crc32_options(False)
     try:
         torch.save({"w": torch.ones(5), "step": 7}, tmp_path / "a.pt")
@@ -195,7 +195,7 @@ def test_a_checksum_is_that_of_xxh3(tmp_path: Path) -> None:
         assert checksum(file) == xxhash.xxh3_64(data).hexdigest() == checksum_of(data)
 
 
-def test_no_checksum_is_computed_in_one_call_that_keeps_pythons_lock() -> None:
+def test_no_checksum_call_keeps_pythons_lock() -> None:
     """As xxhash 3 does, which pyproject.toml allows: training would stand still while a thread looks at a copy of its state."""
     whole = re.compile(r"xxh\w+_(hex|int)?digest\(")
     package = Path(elastic_ext.__file__).parent

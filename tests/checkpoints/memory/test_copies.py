@@ -40,7 +40,7 @@ def test_all_of_the_state_comes_back(hosts: Hosts) -> None:
 
 
 @pytest.mark.full
-def test_the_first_copy_after_a_start_does_not_wait_for_an_interval(hosts: Hosts) -> None:
+def test_the_first_copy_does_not_await_an_interval(hosts: Hosts) -> None:
     """The first step only makes the buffers. Until there is a copy, what was loaded may be whole on one node only."""
     seldom = {"options": {"memory_every": 50}}
     hosts.run(2, args=seldom)
@@ -51,7 +51,7 @@ def test_the_first_copy_after_a_start_does_not_wait_for_an_interval(hosts: Hosts
 
 @pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_damaged_copy_is_not_loaded_the_older_one_is(hosts: Hosts, groups: RankGroups, rank: int) -> None:
+def test_a_damaged_copy_gives_way_to_an_older(hosts: Hosts, groups: RankGroups, rank: int) -> None:
     hosts.run(9)
     name = hosts.newest()
     hosts.damage(name, rank)
@@ -60,7 +60,7 @@ def test_a_damaged_copy_is_not_loaded_the_older_one_is(hosts: Hosts, groups: Ran
 
 
 @pytest.mark.full
-def test_both_copies_damaged_the_checkpoint_on_disk_is_loaded(hosts: Hosts, groups: RankGroups) -> None:
+def test_with_both_copies_damaged_the_disk_is_loaded(hosts: Hosts, groups: RankGroups) -> None:
     hosts.run(24)
     for _ in range(2):
         name = hosts.newest()
@@ -74,7 +74,7 @@ def test_both_copies_damaged_the_checkpoint_on_disk_is_loaded(hosts: Hosts, grou
 
 
 @pytest.mark.full
-def test_a_newer_checkpoint_on_disk_wins_over_an_older_copy(hosts: Hosts) -> None:
+def test_a_newer_checkpoint_beats_an_older_copy(hosts: Hosts) -> None:
     """When the newest copy is damaged: the older one is of step 19, the checkpoint of step 20."""
     hosts.run(20)
     name = hosts.newest()
@@ -84,7 +84,7 @@ def test_a_newer_checkpoint_on_disk_wins_over_an_older_copy(hosts: Hosts) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize(("before", "after"), [([1, 1, 1], [1, 1]), ([2, 1], [1, 2]), ([1], [5])], ids=str)
-def test_other_nodes_or_ranks_load_it_from_whoever_has_the_parts(tmp_path: Path, groups: RankGroups, before, after) -> None:
+def test_other_nodes_or_ranks_load_available_parts(tmp_path: Path, groups: RankGroups, before, after) -> None:
     """Of seven rows over five ranks the fifth has none."""
     hosts = Hosts(tmp_path, groups, before)
     hosts.run(12)
@@ -105,7 +105,7 @@ def test_other_nodes_or_ranks_load_it_from_whoever_has_the_parts(tmp_path: Path,
 
 
 @pytest.mark.full
-def test_a_part_that_is_damaged_on_the_node_that_is_left(tmp_path: Path, groups: RankGroups) -> None:
+def test_a_part_damaged_on_the_remaining_node(tmp_path: Path, groups: RankGroups) -> None:
     """The older copy is loaded, with the other node's part of that."""
     hosts = Hosts(tmp_path, groups, [1, 1])
     hosts.run(12)
@@ -119,7 +119,7 @@ def test_a_part_that_is_damaged_on_the_node_that_is_left(tmp_path: Path, groups:
 
 @pytest.mark.seam
 @pytest.mark.full("two nodes")
-def test_it_does_not_matter_to_training_that_there_is_no_room(hosts: Hosts, groups: RankGroups) -> None:
+def test_training_does_not_mind_a_lack_of_room(hosts: Hosts, groups: RankGroups) -> None:
     """Said once; the checkpoints on disk are as they should be."""
     hosts.run(30, file_limit=65536, args={"save_every": 4})
     told = groups.stderr.read_text()

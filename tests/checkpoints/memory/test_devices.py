@@ -142,7 +142,7 @@ def test_copies_that_are_gone_watch_no_steps() -> None:
     optimizer.step()
 
 
-def test_a_copy_beside_training_holds_the_state_of_its_step(training: Training) -> None:
+def test_a_copy_beside_training_holds_its_steps_state(training: Training) -> None:
     beside = []
     for _ in range(4):
         training.step()
@@ -154,7 +154,7 @@ def test_a_copy_beside_training_holds_the_state_of_its_step(training: Training) 
     assert beside == [False, True, True, True]
 
 
-def test_a_copy_does_not_begin_before_training_has_come_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_waits_until_training_has_come_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host is ahead of the device."""
     training = Training(install(monkeypatch, training_late=True))
     for _ in range(4):
@@ -189,7 +189,7 @@ def test_replayed_steps_do_not_overtake(training: Training, seen_before: int) ->
         assert training.copied() == expected
 
 
-def test_a_step_is_captured_while_a_copy_is_under_way(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_is_captured_during_a_copy(training: Training, caplog: pytest.LogCaptureFixture) -> None:
     """That copy is given up, and later ones hold up training, with eager steps too: a replay may come at any time."""
     training.copy()
     training.step()
@@ -208,7 +208,7 @@ def test_a_step_is_captured_while_a_copy_is_under_way(training: Training, caplog
     assert caplog.text.count("hold up training") == 1
 
 
-def test_a_capture_after_the_copy_does_no_harm_to_it(training: Training) -> None:
+def test_a_capture_after_the_copy_is_harmless(training: Training) -> None:
     training.copy()
     training.step()
     expected = training.copy()
@@ -225,7 +225,7 @@ def test_a_capture_waits_for_nothing(training: Training, monkeypatch: pytest.Mon
     training.capture()
 
 
-def test_a_new_copy_waits_for_one_that_nobody_has_finished(training: Training) -> None:
+def test_a_new_copy_waits_for_an_unfinished_one(training: Training) -> None:
     training.copy()
     training.step()
     expected, before = training.copy(), training.buffer
@@ -244,7 +244,7 @@ def test_each_device_has_its_own_pairs() -> None:
     }
 
 
-def test_buffers_that_are_let_go_are_unmapped_after_the_copy_into_them(training: Training) -> None:
+def test_released_buffers_are_unmapped_after_their_copy(training: Training) -> None:
     copying = training.copying
     old = torch.zeros(8)
     copying.pin([old])
@@ -267,7 +267,7 @@ def test_buffers_that_are_let_go_are_unmapped_after_the_copy_into_them(training:
     assert training.cuda.calls[2:] == [("pin", new.data_ptr())]
 
 
-def test_pinned_buffers_are_let_go_before_their_memory_is_mapped_for_another_saver(training: Training) -> None:
+def test_pinned_buffers_are_released_before_they_are_remapped(training: Training) -> None:
     buffer = torch.zeros(8)
     training.copy()
     training.copying.pin([buffer])
@@ -377,9 +377,7 @@ on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU
         pytest.param("cuda", True, marks=on_a_gpu, id="GPU, steps captured after some copies"),
     ],
 )
-def test_what_is_loaded_is_the_state_of_its_step_to_the_bit(
-    memory: Path, monkeypatch: pytest.MonkeyPatch, device: str, captured: bool
-) -> None:
+def test_what_is_loaded_is_exact_to_the_bit(memory: Path, monkeypatch: pytest.MonkeyPatch, device: str, captured: bool) -> None:
     """Steps go on while each copy is made."""
     beside: list[bool] = []
     genuine = Lane.copy

@@ -33,7 +33,7 @@ def test_which_node_keeps_whose_parts():
         assert keepers(domains) == expected, domains
 
 
-def test_each_node_keeps_one_others_in_another_domain_where_possible():
+def test_each_node_keeps_another_domains_copy_where_possible():
     draw = random.Random(1)
     for _ in range(200):
         domains = [draw.choice("abcd") for _ in range(draw.randint(2, 40))]
@@ -49,7 +49,7 @@ def test_each_node_keeps_one_others_in_another_domain_where_possible():
     ("nodes", "expected"),
     [([2, 2], (2, 3, 0, 1)), ([1, 3], (1, 0, 0, 0)), ([1, 1, 1], (1, 2, 0)), ([2, 1, 2], (2, 2, 3, 0, 1)), ([2], ())],
 )
-def test_ranks_of_a_node_share_the_parts_of_another(nodes, expected):
+def test_ranks_of_a_node_share_anothers_parts(nodes, expected):
     assert keeping_ranks(nodes, [""] * len(nodes)) == expected
 
 
@@ -96,7 +96,7 @@ def test_a_lost_node_gets_its_parts_from_another(tmp_path: Path, groups: RankGro
 
 
 @pytest.mark.full
-def test_a_node_without_memory_for_another_keeps_its_own(tmp_path: Path, groups: RankGroups) -> None:
+def test_a_node_without_spare_memory_keeps_its_own(tmp_path: Path, groups: RankGroups) -> None:
     """The one rank of a node has as much memory as each of the two of the other, whose parts it would keep."""
     hosts = Hosts(tmp_path, groups, [1, 2])
     hosts.run(8, each=[{"ELASTIC_EXT_MEMORY_LIMIT": "250000"}] * 3)
@@ -123,7 +123,7 @@ def test_a_slow_network_delays_no_copy_for_long(tmp_path: Path, groups: RankGrou
 
 
 @pytest.mark.full
-def test_a_rate_that_is_too_low_for_the_interval_makes_copies_rarer(tmp_path: Path, groups: RankGroups) -> None:
+def test_a_rate_too_low_makes_copies_rarer(tmp_path: Path, groups: RankGroups) -> None:
     """A part takes longer than two intervals: it is sent all the same, and the next copy is due later."""
     hosts = Hosts(tmp_path, groups, [1, 1])
     hosts.run(8, args={"least_send_s": 0.05, "piece": 4096}, each=[{"ELASTIC_EXT_MEMORY_MB_S": "0.02"}] * 2)

@@ -47,13 +47,13 @@ def test_as_often_as_costs_one_percent(timings, every, reason):
     assert choose(None, timings) == (every, reason)
 
 
-def test_the_longer_nothing_fails_the_rarer_copies_are_but_never_rarer_than_costs_a_thousandth():
+def test_copies_get_rarer_down_to_a_thousandths_cost():
     chosen = [choose(None, [Timing(0.1, 0.02, age_s=age_s)])[0] for age_s in (0, 60, 600, 3600, 10**5, 10**8)]
     assert chosen == [20, 20, 49, 120, 200, 200]
     assert 0.02 / (chosen[-1] * 0.1) == pytest.approx(LEAST_SHARE)
 
 
-def test_the_age_of_a_job_is_the_time_that_its_workers_train():
+def test_a_jobs_age_is_its_training_time():
     times = StepTimes()
     for step, now in ((1, 50.0), (2, 51.0), (3, 52.0)):
         times.step_ends(step, now)
@@ -61,7 +61,7 @@ def test_the_age_of_a_job_is_the_time_that_its_workers_train():
     assert times.timing().age_s == 2.0
 
 
-def test_what_was_asked_for_wins_over_what_it_costs():
+def test_a_wish_wins_over_the_cost():
     assert choose(3, (Timing(1.0, 100.0, 100.0),))[0] == 3
     assert choose(3, ())[1] == "memory_every=3"
 
@@ -77,7 +77,7 @@ def test_what_was_asked_for_wins_over_what_it_costs():
         (None, 600.0, 750),
     ],
 )
-def test_a_part_has_the_time_that_it_takes_to_send(asked, send_s, every):
+def test_a_part_has_the_time_to_be_sent(asked, send_s, every):
     timings = [Timing(1.0, 0.001, send_s=send_s), Timing(1.1, 0.001)]
     assert choose(asked, timings)[0] == (every if send_s or asked else 1)
     schedule = Schedule(asked, False)
@@ -108,7 +108,7 @@ def begun(due: int = 1) -> Schedule:
 
 @pytest.mark.parametrize("first", ["attempt", "training"])
 @pytest.mark.parametrize(("apart", "missing", "due"), [(4, False, 5), (None, True, None)])
-def test_a_rank_owes_nothing_if_the_attempt_ends_as_it_leaves_a_copy_out(first, apart, missing, due):
+def test_an_ended_attempt_cancels_an_owed_copy(first, apart, missing, due):
     """Whichever thread is first. Else it would wait at the end for ranks that wait for nothing."""
     schedule = begun()
     schedule.copies(1)
@@ -122,7 +122,7 @@ def test_a_rank_owes_nothing_if_the_attempt_ends_as_it_leaves_a_copy_out(first, 
     assert (schedule.due, schedule.owes) == (due, None)
 
 
-def test_a_rank_owes_a_copy_that_it_leaves_out_until_it_makes_one():
+def test_a_rank_owes_an_omitted_copy():
     schedule = begun()
     schedule.copies(1)
     assert not schedule.takes(1, free=True)  # not due yet
@@ -134,7 +134,7 @@ def test_a_rank_owes_a_copy_that_it_leaves_out_until_it_makes_one():
     assert schedule.owes is None
 
 
-def test_a_copy_that_is_not_committed_never_makes_a_round_look_hung():
+def test_an_uncommitted_copy_never_looks_like_a_hang():
     assert BUFFERS_HOLD_S < HOLD_S < IDLE_FLOOR_S / 2
 
 
@@ -154,7 +154,7 @@ def test_no_rank_stalls_for_more_than_its_share(timings):
         assert each.commit_s <= every * each.step_s
 
 
-def test_a_wait_for_buffers_does_not_lengthen_the_interval():
+def test_waiting_for_buffers_does_not_lengthen_the_interval():
     """The first copy waits for them; a copy takes no longer for that."""
     times = StepTimes()
     times.step_ends(1, 0.0)
@@ -168,7 +168,7 @@ def test_a_wait_for_buffers_does_not_lengthen_the_interval():
 
 
 @pytest.mark.parametrize("slow", [{1}, {0, 3, 5}, set(range(8))], ids=lambda slow: f"{len(slow)} of 8")
-def test_a_peer_that_is_slow_now_and_then_does_not_hold_up_training(slow):
+def test_an_occasionally_slow_peer_does_not_delay_training(slow):
     """Of 8 copies some are committed after 1.5 s, the others after 10 ms; a step takes 30 ms. Two ranks, not alike in this."""
     ranks, now, waited, copies = (StepTimes(), StepTimes()), 0.0, 0.0, 0
     free, due, every, began = 0.0, 1, choose(None, ())[0], 0.0

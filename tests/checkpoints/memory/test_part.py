@@ -70,7 +70,7 @@ def test_ranks_of_a_node_share_what_all_have(ranks):
     assert max(loads) <= max(100, sum(loads) / ranks + 60)
 
 
-def test_a_node_keeps_one_copy_and_each_rank_its_own_gradients():
+def test_a_node_keeps_one_copy_ranks_their_gradients():
     captured = trained()
     parts = [part.plan(captured, rank, 2).tensors.keys() for rank in range(2)]
     both = parts[0] & parts[1]
@@ -104,7 +104,7 @@ def test_a_sparse_tensor_is_refused():
         part.plan(state, 0, 1)
 
 
-def test_a_buffer_leaves_its_old_copy_before_it_is_written(tmp_path):
+def test_a_buffer_leaves_its_old_copy_before_writing(tmp_path):
     storage = open_storage(str(tmp_path))
     buffers = Buffers(storage, 3, limit=1 << 20)
     assert buffers.spare_size < 1
@@ -150,7 +150,7 @@ def test_both_buffers_must_be_within_the_limit(tmp_path):
     assert buffers.spare_size < 1
 
 
-def test_a_copy_of_other_ranks_takes_the_place_of_a_buffer(tmp_path):
+def test_a_copy_of_other_ranks_replaces_a_buffer(tmp_path):
     storage = open_storage(str(tmp_path))
     create(storage, "loaded/rank_00001.mem", 4096)
     buffers = Buffers(storage, 0, limit=2 * 4096)
@@ -214,7 +214,7 @@ def test_other_threads_run_while_a_buffer_is_made(tmp_path, monkeypatch):
     assert steps > 0
 
 
-def test_a_private_mapping_leaves_the_file_as_it_is(tmp_path):
+def test_a_private_mapping_leaves_the_file_unchanged(tmp_path):
     storage = open_storage(str(tmp_path))
     create(storage, "a/rank_00000.mem", 4096)
     open_mapped(storage, "a/rank_00000.mem", private=True).tensor.fill_(7)

@@ -55,7 +55,7 @@ def test_values_beside_a_tensor_come_back(hosts: Hosts, tier: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("tier", ["memory", "disk"])
-def test_a_sharded_average_is_loaded_whatever_the_object_has(hosts: Hosts, tier: str) -> None:
+def test_a_sharded_average_is_loaded_into_any_object(hosts: Hosts, tier: str) -> None:
     """Sharded as it was, over the ranks that there are now; whole if the model is not sharded any more."""
     hosts.task("averages", {"save": tier})
     resume = hosts.newest() if tier == "memory" else ""
@@ -66,7 +66,7 @@ def test_a_sharded_average_is_loaded_whatever_the_object_has(hosts: Hosts, tier:
             assert (result["kinds"], result["right"]) == (["Tensor" if after == [1] else "DTensor"], True)
 
 
-def test_a_tensor_that_one_rank_of_a_node_has_alone_is_told_and_nothing_is_committed(hosts: Hosts, groups: RankGroups) -> None:
+def test_a_tensor_of_one_rank_alone_blocks_commits(hosts: Hosts, groups: RankGroups) -> None:
     results = hosts.task("meter", {"values": {}, "become": {}, "save": True, "uneven": [1]})
     assert hosts.newest() == ""
     told = groups.stderr.read_text()
@@ -75,7 +75,7 @@ def test_a_tensor_that_one_rank_of_a_node_has_alone_is_told_and_nothing_is_commi
         assert "rank 1: other: the state of extra 'meter' has other tensors than on rank 0" in result["error"]
 
 
-def test_parts_of_sharded_tensors_that_no_load_could_put_together_are_refused(hosts: Hosts) -> None:
+def test_sharded_parts_that_no_load_joins_are_refused(hosts: Hosts) -> None:
     told = {
         "partial": "extra.meter['a'] is a DTensor of which each rank has a partial sum",
         "beside a tensor": "extra.meter has a DTensor in an object that is no dict, list or tuple",
@@ -88,7 +88,7 @@ def test_parts_of_sharded_tensors_that_no_load_could_put_together_are_refused(ho
     assert hosts.newest() == ""
 
 
-def test_ranks_that_ask_for_other_intervals_do_as_rank_0_does(hosts: Hosts) -> None:
+def test_ranks_follow_rank_0_in_the_interval(hosts: Hosts) -> None:
     """A step that is not copied costs no manifest: it is asked for at steps 1, 2, 4, 6, 8 and 10, and only on rank 0."""
     results = hosts.task("together", {"steps": 10, "every": [2, 3], "timeout_s": 60})
     assert [(result["next"], result["asked"]) for result in results] == [(12, 6), (12, 0)]
@@ -96,9 +96,7 @@ def test_ranks_that_ask_for_other_intervals_do_as_rank_0_does(hosts: Hosts) -> N
 
 
 @pytest.mark.parametrize(("fault", "faulty"), [("note", 0), ("no mapping", 0), ("thread", 1), ("absent", 1)])
-def test_what_one_rank_cannot_copy_is_refused_on_all_and_the_next_copy_is_made(
-    hosts: Hosts, groups: RankGroups, fault: str, faulty: int
-) -> None:
+def test_what_one_rank_cannot_copy_all_refuse(hosts: Hosts, groups: RankGroups, fault: str, faulty: int) -> None:
     """Nobody waits for anybody until the limit, after which the ranks could no longer communicate."""
     results = hosts.task("together", {"steps": 12, "fault": fault, "faulty": [faulty], "at": [4], "timeout_s": 60})
     assert None not in results
@@ -119,7 +117,7 @@ def test_an_unreadable_manifest_is_refused_on_all_ranks(hosts: Hosts) -> None:
 
 
 @pytest.mark.full
-def test_the_copy_that_was_loaded_stays_until_a_newer_one_is_committed(hosts: Hosts, groups: RankGroups) -> None:
+def test_a_loaded_copy_stays_until_a_newer_one(hosts: Hosts, groups: RankGroups) -> None:
     """The directory of checkpoints cannot be written to as the ranks load, so they get their generation with a later save."""
     hosts.run(9)
     name = hosts.newest()
@@ -131,7 +129,7 @@ def test_the_copy_that_was_loaded_stays_until_a_newer_one_is_committed(hosts: Ho
     assert order_or_oldest(hosts.newest()) > order_or_oldest(name)
 
 
-def test_training_does_not_wait_for_buffers_beyond_the_limit(hosts: Hosts) -> None:
+def test_training_waits_for_buffers_limitedly(hosts: Hosts) -> None:
     """It goes on without copies, which begin once all ranks have their buffers."""
     for result in hosts.task("slow_buffers", {}):
         assert result == {"went_on": True, "buffers": 2}
@@ -139,7 +137,7 @@ def test_training_does_not_wait_for_buffers_beyond_the_limit(hosts: Hosts) -> No
 
 
 @pytest.mark.parametrize("after", [[1], [1, 1]])
-def test_no_more_memory_than_two_copies_after_a_load_by_other_ranks(hosts: Hosts, after: list[int]) -> None:
+def test_a_load_by_others_needs_at_most_two(hosts: Hosts, after: list[int]) -> None:
     """The copy that was loaded, by two ranks, goes before there is a second buffer."""
     hosts.run(5)
     name = hosts.newest()
@@ -150,7 +148,7 @@ def test_no_more_memory_than_two_copies_after_a_load_by_other_ranks(hosts: Hosts
 
 
 @pytest.mark.full
-def test_nothing_is_said_to_be_copied_again_when_only_buffers_were_made(hosts: Hosts, groups: RankGroups) -> None:
+def test_buffers_alone_do_not_count_as_copying_again(hosts: Hosts, groups: RankGroups) -> None:
     """The copies of steps 2 and 3 fail, at step 5 a rank makes new buffers, and the copy of step 9 is committed."""
     hosts.task("together", {"steps": 8, "refuses": 1, "steps_that_fail": 2})
     assert hosts.newest() == ""

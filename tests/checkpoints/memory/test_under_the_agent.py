@@ -61,7 +61,7 @@ def unbroken(forking: RankGroups) -> list[str]:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_nan_goes_back_from_copies_to_the_newest_checkpoint_and_then_to_the_one_before(tmp_path, unbroken, times):
+def test_nan_goes_back_from_copies_to_checkpoints(tmp_path, unbroken, times):
     """Checkpoints of 3 and 6, NaN in 8 and in the copy of 8; copies of 7 and 8 are refused, too."""
     with start(tmp_path, {"at": "nan", "step": 8, "times": times}, save_every=3) as job:
         done = job.finish()
@@ -93,7 +93,7 @@ def test_killed_between_copies_with_warm_standbys(tmp_path, unbroken):
     assert "has changed since the standbys were started" not in done.err
 
 
-def test_the_memory_goes_with_a_killed_agent_the_next_one_resumes_from_disk(tmp_path, unbroken):
+def test_a_killed_agents_memory_goes_with_it(tmp_path, unbroken):
     gate = Gate(tmp_path / "gate")
     with start(tmp_path, {"at": "hold", "step": 8, "rank": 0}) as job:
         memory = Path(job.wait_for(MEMORY)[0][1])

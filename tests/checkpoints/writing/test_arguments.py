@@ -38,7 +38,7 @@ def test_a_position_that_is_none(tmp_path: Path, call: Callable[..., None], name
         assert (checkpointer.last_error, checkpointer.failures, checkpointer.last_saved) == (None, 0, 8)
 
 
-def test_a_step_that_this_group_has_saved_is_not_saved_again_even_after_others(tmp_path: Path) -> None:
+def test_a_group_saves_each_step_once(tmp_path: Path) -> None:
     """Its files would be written into a committed checkpoint, which a crash meanwhile, or a full disk, would end."""
     with made(tmp_path) as checkpointer:
         for step in (5, 6):
@@ -53,7 +53,7 @@ def test_a_step_that_this_group_has_saved_is_not_saved_again_even_after_others(t
 
 
 @pytest.mark.parametrize("value", COUNTS, ids=repr)
-def test_whole_numbers_of_other_libraries_are_saved_as_plain_ones(tmp_path: Path, value: Any) -> None:
+def test_other_libraries_integers_are_saved_as_plain_ones(tmp_path: Path, value: Any) -> None:
     with made(tmp_path) as checkpointer:
         checkpointer.snapshot(value, epoch=value)
         checkpointer.save(value, epoch=value, wait=True)
@@ -87,7 +87,7 @@ def test_options_that_are_none(tmp_path: Path, name: str, wrong: tuple[Any, ...]
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_manifest_that_no_reader_takes_cannot_be_written() -> None:
+def test_a_manifest_no_reader_takes_cannot_be_written() -> None:
     """One rule for both sides."""
     for value in NO_COUNTS:
         with pytest.raises(ValueError, match="is not a whole number, 0 or more"):

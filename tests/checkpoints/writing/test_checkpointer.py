@@ -85,7 +85,7 @@ def test_gradients_that_cannot_be_saved_are_refused(directory: str, groups: Rank
         assert result["saved"] == 1
 
 
-def test_going_back_in_the_same_process_opens_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_going_back_in_a_process_opens_a_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The agent's choice is for the first load; what is trained again afterwards is newer than what was there."""
     model = torch.nn.Linear(1, 1)
 
@@ -224,7 +224,7 @@ def test_disk_full_then_not(tmp_path: Path, groups: RankGroups) -> None:
 
 
 @pytest.mark.seam
-def test_file_too_large_is_told_and_raises_the_alarm(directory: str, groups: RankGroups) -> None:
+def test_file_too_large_raises_the_alarm(directory: str, groups: RankGroups) -> None:
     args = {"directory": directory, "steps": 3, "wait": True, "elements": 200_000}
     results = groups.run("train", 2, args, file_limit=1 << 20)
     for result in results:

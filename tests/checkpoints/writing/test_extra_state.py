@@ -307,7 +307,7 @@ class Handle:
         self.lock = threading.Lock()
 
 
-def test_a_type_whose_pickling_is_registered_later_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_type_with_later_registered_pickling_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Checkpointer(tmp_path, model=nn.Linear(1, 1), extra={"x": Held({"t": tensor(1.0), "handle": Handle()})}) as checkpointer:
         monkeypatch.setitem(copyreg.dispatch_table, Handle, lambda handle: (Handle, ()))
         checkpointer.save(1, wait=True)

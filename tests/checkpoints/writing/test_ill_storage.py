@@ -169,7 +169,7 @@ def test_waiting_nodes_join_later(store: ObjectStore, path: str) -> None:
 
 
 @pytest.mark.full
-def test_the_list_is_shown_although_one_cannot_be_read(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_appears_although_one_is_unreadable(store: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
     _save(store, 1, 2)
     store.be(Ill(errors=1.0, path=f"{NEWEST}/manifest.json"))
     assert main(["checkpoints", "ls", store.url]) == 0
@@ -189,7 +189,7 @@ class Refuses:
         raise PermissionError(13, "Permission denied", "/data/train.bin")
 
 
-def test_what_the_script_cannot_open_is_not_the_storage_of_the_checkpoint(tmp_path: Path) -> None:
+def test_an_unreadable_script_file_is_not_the_storage(tmp_path: Path) -> None:
     with Checkpointer(tmp_path, model=torch.nn.Linear(2, 2), extra={"data": Refuses()}) as checkpointer:
         checkpointer.save(1, wait=True)
         with pytest.raises(CheckpointError, match=r"train\.bin") as raised:
@@ -198,7 +198,7 @@ def test_what_the_script_cannot_open_is_not_the_storage_of_the_checkpoint(tmp_pa
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "__0_0.distcp"])
-def test_what_a_file_system_calls_damaged_is_passed_over(tmp_path: Path, file: str) -> None:
+def test_what_a_file_system_calls_damaged_is_skipped(tmp_path: Path, file: str) -> None:
     """A directory (EISDIR) and a link to itself (ELOOP) stand for EUCLEAN and EBADMSG, which cannot be made here: all of them
     come again on each try."""
     with Checkpointer(tmp_path, model=torch.nn.Linear(2, 2)) as checkpointer:

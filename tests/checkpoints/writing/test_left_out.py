@@ -62,7 +62,7 @@ def test_the_last_save_before_a_load(tmp_path: Path, groups: RankGroups, first: 
 
 @pytest.mark.full
 @pytest.mark.parametrize("faulty", ALL)
-def test_two_saves_in_a_row_while_the_ranks_train_together(tmp_path: Path, groups: RankGroups, faulty: int) -> None:
+def test_two_saves_in_a_row_while_training_together(tmp_path: Path, groups: RankGroups, faulty: int) -> None:
     """The rank that waits for the first of them would hold up the collective that the other waits in."""
     other = 1 - faulty
     calls = [LOAD, late(0)]
@@ -101,7 +101,7 @@ def test_the_last_copy_before_a_load(hosts: Hosts, groups: RankGroups, faulty: i
 
 
 @pytest.mark.parametrize("faulty", ALL)
-def test_the_first_save_of_ranks_that_have_loaded_nothing(hosts: Hosts, faulty: int) -> None:
+def test_the_first_save_after_loading_nothing(hosts: Hosts, faulty: int) -> None:
     """Only with a save they get what copies in memory need. They begin to make them while they train."""
     calls = []
     for step in range(1, 30):

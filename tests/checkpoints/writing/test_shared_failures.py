@@ -30,7 +30,7 @@ def test_an_unforeseen_failure_costs_one_save(tmp_path: Path, groups: RankGroups
 
 
 @pytest.mark.seam
-def test_after_a_failure_that_the_ranks_have_not_shared_its_cause_is_told(directory: str, groups: RankGroups) -> None:
+def test_a_failure_unknown_to_others_names_its_cause(directory: str, groups: RankGroups) -> None:
     """Nobody knows whether the others have gone on, so nothing more is saved; but they have not lost each other."""
     for result in groups.run("unforeseen", 2, {"directory": directory, "where": "between collectives"}):
         for told in result:
@@ -39,7 +39,7 @@ def test_after_a_failure_that_the_ranks_have_not_shared_its_cause_is_told(direct
 
 
 @pytest.mark.seam
-def test_a_rank_that_is_gone_is_told_as_that(directory: str, groups: RankGroups) -> None:
+def test_a_rank_that_is_gone_is_reported_so(directory: str, groups: RankGroups) -> None:
     results = groups.run("unforeseen", 2, {"directory": directory, "where": "death of rank 1"})
     assert results[1] == []
     for told in results[0]:
@@ -48,7 +48,7 @@ def test_a_rank_that_is_gone_is_told_as_that(directory: str, groups: RankGroups)
 
 @pytest.mark.seam
 @pytest.mark.parametrize("others", ["no such object", "an empty one"])
-def test_what_rank_0_alone_has_beside_the_model_is_saved(tmp_path: Path, groups: RankGroups, others: str) -> None:
+def test_what_only_rank_0_has_is_saved(tmp_path: Path, groups: RankGroups, others: str) -> None:
     for rank, result in enumerate(groups.run("extra_of_rank_0", 2, {"directory": str(tmp_path), "others": others})):
         there = rank == 0 or others == "an empty one"
         assert result == {"error": None, "step": 1, "held": [7.0] * 3 if there else []}
@@ -72,7 +72,7 @@ def test_what_does_not_fit_is_told_once(directory: str, groups: RankGroups) -> N
 
 
 @pytest.mark.seam
-def test_damage_that_one_rank_has_found_is_told_with_that_rank(directory: str, groups: RankGroups) -> None:
+def test_damage_found_by_one_rank_names_it(directory: str, groups: RankGroups) -> None:
     groups.run("train", 2, {"directory": directory, "steps": 1})
     name = complete(directory)[0]
     Path(directory, name, "rank_00001.pt").write_bytes(b"")
@@ -93,7 +93,7 @@ def test_causes_come_first_and_once() -> None:
     assert causes(CheckpointError(""), 3) == [(3, "CheckpointError: ")]
 
 
-def test_a_message_stays_short_whatever_the_number_of_ranks_and_causes() -> None:
+def test_a_message_stays_short_for_many_ranks() -> None:
     told = summary((rank, causes(KeyError(f"{rank}" * 5000), rank)[0][1]) for rank in range(1000, 2000))
     assert told.endswith("; 996 more causes on other ranks")
     assert len(told) < 2500

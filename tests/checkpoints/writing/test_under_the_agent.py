@@ -27,7 +27,7 @@ def newest(directory: Path) -> int:
 
 
 @pytest.mark.seam
-def test_a_relative_directory_means_the_same_to_a_script_that_has_changed_its_own(tmp_path):
+def test_a_relative_directory_outlives_a_scripts_chdir(tmp_path):
     (tmp_path / "moves.py").write_text(
         "import os, sys, torch, torch.distributed as dist, elastic_ext\nos.makedirs('sub', exist_ok=True)\nos.chdir('sub')\n"
         "dist.init_process_group('gloo')\ncheckpointer = elastic_ext.Checkpointer(model=torch.nn.Linear(1, 1))\n"

@@ -138,12 +138,12 @@ def numactl(tmp_path, monkeypatch):
 
 
 @pytest.mark.seam
-def test_a_standby_is_not_told_from_a_new_process(tmp_path):
+def test_a_standby_looks_like_a_new_process(tmp_path):
     assert_alike(tmp_path, jobs.AGENT)  # which lowers the priority of the server
 
 
 @pytest.mark.full
-def test_a_standby_is_bound_to_processors_as_numactl_does_it(tmp_path, numactl):
+def test_a_standby_is_bound_as_numactl_does(tmp_path, numactl):
     agent = [sys.executable, str(SCRIPTS / "agent_with_gpus.py"), "--numa-binding=exclusive"]
     used = [each["state"]["priority"][2] for each in assert_alike(tmp_path, agent)]
     assert len(used) == 2
@@ -167,7 +167,7 @@ def comparable(state: "dict") -> "dict":
     }
 
 
-def test_what_a_build_with_nccl_adds_is_of_the_job_and_read_by_no_import(tmp_path):
+def test_what_nccl_builds_add_belongs_to_the_job(tmp_path):
     added = [hangs.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
     assert len(added[0].variables) == 3
     assert added[0].variables.keys() <= import_checks.PER_WORKER
@@ -266,7 +266,7 @@ def restarted(
 
 
 @pytest.mark.full
-def test_a_module_beside_the_script_hides_one_that_is_imported(tmp_path):
+def test_a_module_beside_the_script_hides_another(tmp_path):
     folder = tmp_path / "job"
     folder.mkdir()
     (folder / "shelve.py").write_text("")  # nobody imports it
@@ -276,7 +276,7 @@ def test_a_module_beside_the_script_hides_one_that_is_imported(tmp_path):
     assert said.count(f"workers are started without a warm standby: ctypes.py {HIDES}") == 1
 
 
-def test_a_variable_that_the_script_sets_before_it_imports_torch(tmp_path):
+def test_a_variable_set_before_importing_torch(tmp_path):
     script = make(tmp_path, 'import os\nos.environ["TORCH_LOGS"] = "+dynamo"\nimport torch')
     modules = PreloadedModules(StandbySpec(("python",), "bootstrap", (str(script),), 1, (), (), dict, "token"), str(tmp_path))
     ready = {"unsafe": {}, "absent": {}, "threads": 1, "read": {"torch": ["TORCH_LOGS"]}, "changed": []}
@@ -285,7 +285,7 @@ def test_a_variable_that_the_script_sets_before_it_imports_torch(tmp_path):
 
 
 @pytest.mark.full
-def test_a_variable_that_a_module_of_the_script_sets(tmp_path):
+def test_a_variable_that_a_script_module_sets(tmp_path):
     """The text of the script does not tell; the worker does, at its end."""
     (tmp_path / "sets.py").write_text('import os\nos.environ["OMP_PLACES"] = "cores"')
     gate = Gate(tmp_path / "gate")
@@ -350,7 +350,7 @@ def test_modules_that_cannot_be_imported_before():
 
 
 @pytest.mark.full
-def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_warm(tmp_path):
+def test_an_unimportable_module_is_left_out(tmp_path):
     (tmp_path / "unsafe.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()")
     (tmp_path / "safe.py").write_text("")
     begin = "print('safe' in sys.modules, 'unsafe' in sys.modules)"
@@ -360,7 +360,7 @@ def test_a_module_that_cannot_be_imported_before_is_left_out_and_the_rest_stays_
 
 
 @pytest.mark.full
-def test_a_module_finds_the_command_line_of_the_job_when_it_is_imported_before(tmp_path):
+def test_a_preimported_module_sees_the_command_line(tmp_path):
     (tmp_path / "looks.py").write_text("import random, sys, __main__\nfound = sys.argv[:], __main__.__file__, random.random()")
     begin = "print('looks' in sys.modules)\nimport looks\nassert looks.found[:2] == (sys.argv, __file__), looks.found"
     warm, _, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="looks")
@@ -431,7 +431,7 @@ def test_a_module_that_the_script_takes_from_elsewhere(tmp_path, lib):
 
 
 @pytest.mark.full
-def test_a_package_of_many_parts_that_reads_its_rank_is_left_out_as_a_whole(tmp_path, lib):
+def test_a_package_reading_its_rank_is_left_out(tmp_path, lib):
     """As Lightning does. Each of its parts brings in all of it: to leave them out one by one would take as many servers."""
     (lib / "wide").mkdir()
     parts = [f"part{number}" for number in range(12)]
@@ -447,7 +447,7 @@ def test_a_package_of_many_parts_that_reads_its_rank_is_left_out_as_a_whole(tmp_
 
 
 @pytest.mark.full
-def test_what_a_module_that_must_come_before_torch_raises_and_prints_is_no_metric(tmp_path, lib):
+def test_a_module_before_torch_raises_no_metric(tmp_path, lib):
     """The workers start cold. The metrics are for everybody; the log shows what a module says but for secret values."""
     planted = "hunter2-planted"
     says = "f\"no database at db://me:{os.environ['DB_PASSWORD']}@host {os.environ['DB_PASSWORD']}\""
@@ -469,7 +469,7 @@ CALLED = "os.environ['TORCHELASTIC_RESTART_COUNT']"
 
 
 @pytest.mark.full
-def test_what_fails_in_a_standby_only_is_tried_once_more_without(tmp_path):
+def test_a_standbys_own_failure_is_retried_once_without(tmp_path):
     """Whatever the reason: a wrong end of the job is worse than a slow start."""
     (tmp_path / "rules.toml").write_text(FREE_EXIT)
     script = make(tmp_path, "import sys\nif 'torch' in sys.modules: raise ImportError('after torch')\n" + WAITS.format(begin=""))
@@ -491,7 +491,7 @@ def test_an_interpreter_that_reads_variables_before_anything_else(tmp_path, lib)
 
 
 @pytest.mark.full
-def test_a_standby_that_does_not_answer_is_not_taken(tmp_path):
+def test_a_silent_standby_is_not_taken(tmp_path):
     gate = Gate(tmp_path / "gate")
     script = make(tmp_path, WAITS.format(begin=""))
     command = [*AGENT, "--nproc-per-node=1", "--max-restarts=1", str(script)]
@@ -551,7 +551,7 @@ def test_nothing_survives_a_killed_agent(tmp_path):
 
 
 @pytest.mark.full
-def test_a_server_and_a_standby_that_are_killed_are_replaced(tmp_path):
+def test_a_killed_server_or_standby_is_replaced(tmp_path):
     with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=1", str(JOB), "plain", "1"], tmp_path, **VERBOSE) as job:
         job.wait_for(up(0), 2)
         job.wait_for(r"(?s)warm standbys are ready.*warm standbys are ready.*2 warm standbys wait")
@@ -666,7 +666,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.seam
-def test_what_a_server_was_forking_as_it_was_killed_stays_no_zombie(tmp_path, monkeypatch):
+def test_a_killed_servers_fork_leaves_no_zombie(tmp_path, monkeypatch):
     (tmp_path / "server.py").write_text(DIES_FORKING)
     monkeypatch.setattr(client, "SERVER", str(tmp_path / "server.py"))
     monkeypatch.setattr(client, "PARK_S", LIMIT_S)
@@ -686,7 +686,7 @@ os.setsid()
 
 @pytest.mark.seam
 @pytest.mark.parametrize("when", ["before it is killed", "while it is waited for"])
-def test_a_late_standby_may_leave_the_group_of_its_server_as_that_is_reaped(monkeypatch, when):
+def test_a_late_standby_may_leave_its_servers_group(monkeypatch, when):
     leader = subprocess.Popen(["cat"], stdin=subprocess.PIPE, preexec_fn=os.setpgrp)
     late = subprocess.Popen([sys.executable, "-c", LEAVES], stdin=subprocess.PIPE, preexec_fn=lambda: os.setpgid(0, leader.pid))
     leader.kill()
@@ -706,7 +706,7 @@ def test_a_late_standby_may_leave_the_group_of_its_server_as_that_is_reaped(monk
 
 
 @pytest.mark.seam
-def test_a_server_can_be_ended_without_a_descriptor_left(tmp_path):
+def test_a_server_can_be_ended_without_descriptors(tmp_path):
     server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, before[1]))
@@ -718,7 +718,7 @@ def test_a_server_can_be_ended_without_a_descriptor_left(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_server_that_is_hurried_answers_once_it_has_torch(tmp_path):
+def test_a_hurried_server_answers_once_torch_is_there(tmp_path):
     """The rest is imported when it is asked for again."""
     (tmp_path / "rest.py").write_text("raise ImportError('was tried')")
     request = {"modules": ["torch"], "wanted": ["rest"], "excluded": [], "script_dir": str(tmp_path), "program": ["x"]}

@@ -1,7 +1,7 @@
 """An agent that gets a signal as it enters one of its functions; it prints which of some others it enters.
 
-told_at.py AT SIGNAL WATCHED -- ARGS    AT, WATCHED: MODULE:NAME within elastic_ext, WATCHED several of them with commas between;
-                                        ARGS: of the agent. The signal comes once
+signal_at.py AT SIGNAL WATCHED -- ARGS   AT, WATCHED: MODULE:NAME within elastic_ext, WATCHED several of them with commas between;
+                                         ARGS: of the agent. The signal comes once
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The last words of an agent: all who take them share one deadline, and no copy of a checkpoint comes before them."""
+"""The final reports of an agent: all share one deadline, and no copy of a checkpoint comes before them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_who_hangs_delays_the_end_once(tmp_path, trainer):
 
 
 @pytest.mark.full
-def test_an_agent_that_is_told_to_end_in_the_middle_of_them_says_the_rest(tmp_path, trainer):
+def test_an_agent_ordered_to_end_says_the_rest(tmp_path, trainer):
     """A Kubeflow Trainer that does not answer to the last status keeps it there."""
     trainer.answers = [200, "hang"]
     (tmp_path / "job.py").write_text(TRAINS + "import fcntl\nfcntl.flock(open('gate'), fcntl.LOCK_SH)\n")
@@ -153,7 +153,7 @@ def copier_of(agent: int) -> int:
 
 
 @pytest.mark.full
-def test_a_copy_that_hangs_does_not_come_before_them(tmp_path):
+def test_a_hanging_copy_does_not_come_before_them(tmp_path):
     (tmp_path / "job.py").write_text(SAVES)
     paths = {"local_dir": "local", "checkpoint_dir": "remote", "events_file": "events", "metrics_file": "job.prom"}
     environ = {f"ELASTIC_EXT_{name.upper()}": str(tmp_path / file) for name, file in paths.items()}

@@ -83,9 +83,7 @@ class Participant:
             context, outage, self._on_header, self._on_own_assignment, lambda: self.repair.restore_soon()
         )
         self._own_offer = OwnOffer(context, header, self.registration)
-        self._assignment = OwnAssignment(
-            context, header, self.registration, self._on_joined, lambda: self.repair.restore_soon()
-        )
+        self._assignment = OwnAssignment(context, header, self.registration, self._on_joined, lambda: self.repair.restore_soon())
 
         def lead() -> leader.Leader:
             header.read()
@@ -185,9 +183,7 @@ class Participant:
         if self._watches.empty:
             self._watches.add(context.keys.header, self._on_header_events)
             self._watches.add(context.own_assignment_key, self._assignment.on_batch)
-            self._watches.add(
-                context.own_key, self.repair.on_own_key_deleted, deletes_only=True, on_gap=self.repair.restore_soon
-            )
+            self._watches.add(context.own_key, self.repair.on_own_key_deleted, deletes_only=True, on_gap=self.repair.restore_soon)
         if not self._watches.all_began:
             return  # each of them comes back to `_enter_or_write`
         entered = self._job_records.enter_new(context.own_key, registration.create_ops())

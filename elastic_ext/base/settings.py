@@ -381,7 +381,7 @@ class Settings:
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
     metrics_web_config: str | None = _setting(None, TEXT,
         "file with TLS certificates and users of the metrics endpoint, in the format of Prometheus' exporter-toolkit; needs "
-        "`pip install 'elastic_ext[web]'`")
+        "`pip install '.[web]'`")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(None, SECONDS,
         "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_file`, "

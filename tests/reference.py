@@ -34,7 +34,7 @@ EXIT_CODES = {
     policy.EX_NODE: "this node is bad, or was asked to leave (`elastic-ext drain`): replace it",
     policy.EX_TRY_AGAIN: "preempted, or the infrastructure failed: try again; or training is done, but the last checkpoint is "
     "only in this node's `local_dir`",
-    policy.EX_CONFIG: "wrong usage or configuration; nothing was started",
+    policy.EX_CONFIG: "wrong usage or configuration: nothing was started, or this node cannot take part (`stock`: then 1)",
     policy.EX_USER: "stopped by the user",
 }
 

@@ -46,7 +46,7 @@ NAMES = {
     "untold": "unreported",
 }
 FILE_NAMES = {**NAMES, "early": "what it does before the rest"}
-ALLOWED_FILE_NAMES = {"errors": "each of these rooms has its own family of errors"}
+ALLOWED_FILE_NAMES = {"errors": "each of these subpackages has its own family of errors"}
 
 PACKAGE = ROOT / "elastic_ext"
 FOR_PEOPLE = (".py", ".md", ".sbatch", ".yaml", ".yml", ".sh", ".html")

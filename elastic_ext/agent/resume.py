@@ -59,7 +59,7 @@ class MemoryCopies:
             os.close(self._lock)
 
     def open(self, nodes: int) -> contracts.MemoryRoom | None:
-        """Return the room for this node's own copies in a round of this many nodes; None: no room.
+        """Return the memory for this node's own copies in a round of this many nodes; None: there is not enough.
 
         With several nodes, it is half of what there is: the other half is for the copies of another node.
         """

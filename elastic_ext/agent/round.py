@@ -21,7 +21,7 @@ from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_wo
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.base import log_records, names, printable
+from elastic_ext.base import log_records, name_lookup, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.failures.classify import Diagnosis
@@ -366,6 +366,8 @@ def gloo_interface(address: str) -> dict[str, str]:
 
 
 class RoundStart:
+    """Starts this node's workers of one round."""
+
     def __init__(
         self, handler: Rendezvous, settings: Settings, logs: WorkerLogs, companions: JobCompanions, group: WorkerGroup
     ) -> None:
@@ -432,7 +434,7 @@ class RoundStart:
             log_records.NODE_NAME: self._handler.host,
             **resumed.variables(),
             **(gloo_interface(self._handler.address) if self._group.group_world_size > 1 else {}),
-            **names.variables(os.environ),
+            **name_lookup.variables(os.environ),
             **(companions.flight_recorder.variables if companions.flight_recorder is not None else {}),
         }
         self._logs.own_variables = {

@@ -1,4 +1,4 @@
-"""What passes between rooms that do not know each other, or between their processes.
+"""What passes between subpackages that do not know each other, or between their processes.
 
 The channel on which nodes agree on a checkpoint, which each rendezvous implements and `checkpoints.choice` uses; the lease to
 revoke, which the rendezvous names and the reaper revokes; and the environment variables by which an agent informs its workers
@@ -43,7 +43,7 @@ def resume_variables(path: str, step: int | None) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """The room for copies in memory of one node, or of one of its workers; see the variables of these names."""
+    """The memory for copies of one node, or of one of its workers; see the variables of these names."""
 
     directory: str
     limit: int
@@ -63,7 +63,7 @@ class MemoryRoom:
 
 
 def memory_room(environ: Mapping[str, str] = os.environ) -> MemoryRoom | None:
-    """Return the room of this worker; None if its agent gave it none."""
+    """Return the memory for copies of this worker; None if its agent gave it none."""
     directory, every = environ.get(MEMORY_DIR, ""), environ.get(MEMORY_EVERY, "")
     if not directory:
         return None

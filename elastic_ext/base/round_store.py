@@ -18,6 +18,9 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
     health/RESTARTS/N/RANK      "", once RANK has reached its N-th barrier  that worker             workers
     health/RESTARTS/N/count     number of ranks that have reached it        workers                 workers
     health/RESTARTS/N/all       "", once all have                           the last worker         workers
+    trouble/RANK                whether the agent of this group rank        that agent              agents
+                                reaches etcd: "0" well, "1" in trouble,
+                                "2" back; absent: well (`rendezvous.fence`)
 
 A TCPStore has no authentication: anyone who can reach its port can write to it. Readers must survive any value.
 """
@@ -27,7 +30,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Protocol, cast
 
-from elastic_ext.base import names
+from elastic_ext.base import name_lookup
 
 ANSWER = timedelta(seconds=10)  # the store must answer within this time
 PREFIX = "elastic_ext"
@@ -59,6 +62,10 @@ def clock_answer(step: int, node: int, number: int) -> str:
     return f"{clock(step, node, number)}/answer"
 
 
+def trouble(rank: int) -> str:
+    return f"trouble/{rank}"
+
+
 def health(restarts: str, number: int) -> str:
     """Return the prefix of a health barrier. restarts: TORCHELASTIC_RESTART_COUNT, since stock torchrun reuses one store."""
     return f"health/{restarts}/{number}"
@@ -84,6 +91,6 @@ def connect(host: str, port: int) -> Store:
     """Open a new connection to the round's store. Raises RuntimeError or ValueError if the store does not answer."""
     from torch.distributed import PrefixStore, TCPStore  # not at the top: processes without torch import this module
 
-    with names.connecting(host):
+    with name_lookup.connecting(host):
         tcp = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=ANSWER)
     return cast(Store, PrefixStore(PREFIX, tcp))

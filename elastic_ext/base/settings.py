@@ -323,8 +323,9 @@ class Settings:
     events_file: str | None = _setting(None, TEXT,
         "file to which events are appended, one JSON object per line; agents of a host may share it; or `stdout`")
     exit_codes: str = _setting("design", one_of("design", "stock", "kubeflow"),
-        "exit codes of the agent: `design`, by cause (see [exit codes](failures.md#exit-codes)); `stock`, always 1; `kubeflow`, "
-        "by cause, with 128 added to those that Kubeflow's ExitCode policy should retry")
+        "exit codes of the agent: `design`, by cause (see [exit codes](failures.md#exit-codes)); `stock`, 1 for every "
+        "verdict (wrong usage stays 78); `kubeflow`, by cause, with 128 added to those that Kubeflow's ExitCode policy should "
+        "retry")
     grow_at: str = _setting("now", one_of("now", "checkpoint"),
         "when a new node joins a running job: now, or at the next checkpoint (needs checkpoint_dir)")
     health_command: str | None = _setting(None, TEXT,
@@ -380,7 +381,7 @@ class Settings:
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
     metrics_web_config: str | None = _setting(None, TEXT,
         "file with TLS certificates and users of the metrics endpoint, in the format of Prometheus' exporter-toolkit; needs "
-        "`pip install 'elastic_ext[web]'`")
+        "`pip install '.[web]'`")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(None, SECONDS,
         "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_file`, "

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from elastic_ext.base import names
+from elastic_ext.base import name_lookup
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import redacted
@@ -177,12 +177,12 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
 def check_names(inputs: Inputs) -> list[Finding]:
     """Check how long the look-up of the name of this host's address takes: torch waits for it as it connects."""
     asked = address.chosen(inputs.settings.address) or next(iter(address.own_addresses()), address.loopback())
-    took = names.seconds_for_name(asked)
-    if took < names.LATE_S:
+    took = name_lookup.seconds_for_name(asked)
+    if took < name_lookup.LATE_S:
         return [Finding("names", OK, f"/etc/hosts or a name server answers for {asked} in {took * 1000:.0f} ms")]
     detail = f"the look-up of the name of {asked} takes {took:.1f} s: each worker's init_process_group waits for as long"
     lines = f"lines `::ffff:{asked} NAME` to /etc/hosts"
-    advice = f"agents give their workers {names.OPTIONS}={names.BRIEFLY!r}; better add PTR records, or {lines}"
+    advice = f"agents give their workers {name_lookup.OPTIONS}={name_lookup.BRIEFLY!r}; better add PTR records, or {lines}"
     return [Finding("names", WARN, detail, advice)]
 
 

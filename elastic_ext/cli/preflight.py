@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
-from elastic_ext.base import isolated, names
+from elastic_ext.base import isolated, name_lookup
 from elastic_ext.base.errors import EX_UNAVAILABLE
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import FAIL, OK, WARN, Finding, as_json, doctor, exit_code, one_line, rendered
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         detail = "the hosts of this step are unknown (SLURM_STEP_NODELIST, scontrol)"
         return _print([Finding("processes", FAIL, detail, "set MASTER_ADDR to the host of task 0")], args.json)
     task = _task(read[0], args.alone, variables)
-    environ = {names.OPTIONS: names.BRIEFLY, **os.environ, **variables, VARIABLE: json.dumps(asdict(task))}
+    environ = {name_lookup.OPTIONS: name_lookup.BRIEFLY, **os.environ, **variables, VARIABLE: json.dumps(asdict(task))}
     figures, failure = measure(environ, TOGETHER_S if task.together else ALONE_S)
     if task.together and environ["RANK"] != "0" and failure is None:
         return 0

@@ -15,7 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.base import contracts, goodput, names, round_store
+from elastic_ext.base import contracts, goodput, name_lookup, round_store
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
@@ -214,7 +214,7 @@ class OneMachine(contract.Base):
         address.check_own(params.local_addr, self.address)
         super().__init__(params, settings)
         self.host = self.node_id = address.own_name(settings)
-        names.ask(self.address)
+        name_lookup.ask(self.address)
         self.part = OneRound(0, self)
         self.launch = secrets.token_hex(8)
         self._max_restarts = 0
@@ -230,7 +230,7 @@ class OneMachine(contract.Base):
             raise rendezvous.RendezvousClosedError(f"the job {self.get_run_id()} is over: this agent closed it")
         self.part = OneRound(self.round + 1, self)
         self._server = serve(self.address)
-        names.ask(self.address)
+        name_lookup.ask(self.address)
         store = PrefixStore(round_store.PREFIX, self._server)
         return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(self.address, self._server.port))
 

@@ -5,6 +5,8 @@
     certificates        what keeps strangers out: the job's secret, and what is made from it
     folder, member      the place of its files and its locks, one running member
     keeper, launch      the process that runs a member, and the agent's end of it
+    cluster             what the keepers of a job know of each other, and the keys by which they report it
+    housekeeping        what a keeper does in etcd while it runs
     decisions           when a keeper ends; when a member is replaced: pure
     saved_keys          what outlives the job, in a file
 

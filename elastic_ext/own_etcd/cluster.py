@@ -56,7 +56,7 @@ class Cluster:
     def __init__(self, endpoints: str, run_id: str, own: str, files: CertificateFiles, wake: Callable[[], None]) -> None:
         """own: name of this host. wake: called on another thread when `update` has something to do."""
         self.client = EtcdClient(endpoints, tls=Tls(files.ca, files.cert, files.key), timeout_s=CALL_S)
-        self.hosts: dict[str, KeeperRecord] = {}  # by name; empty unless `watch_hosts` was called
+        self.hosts: dict[str, KeeperRecord] = {}  # by name; empty unless HOSTS is watched (`watch`)
         self.header: Header | None = None  # of the job; None: there is no job
         self.call: Call | None = None  # to this host
         self.endpoints = endpoints

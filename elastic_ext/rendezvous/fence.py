@@ -5,7 +5,7 @@ node whose lease is about to end must stop its workers, unless no other node of 
 no node can form a round, and when etcd is back it gives every lease its full time again.
 
 Wire protocol: each node writes its state (WELL, TROUBLE or BACK) into the store of the round, which does not depend on etcd,
-under elastic_ext/trouble/RANK (`node_states`). A node that has never written is well.
+under elastic_ext/trouble/RANK (`round_store.NodeStates`). A node that has never written is well.
 
 | share of the lease time left | |
 |---|---|

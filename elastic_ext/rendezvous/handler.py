@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
 
-from elastic_ext.base import contracts, errors, goodput, names, records
+from elastic_ext.base import contracts, errors, goodput, name_lookup, records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, Compare, EtcdClient, EtcdError, Get, LeaseLost, Put, unchanged, values
@@ -214,7 +214,7 @@ class EtcdRendezvous(contract.Base):
         cut = self.round if place.fence.closed else 0
         place.fence.watch(None)
         server = round_store.serve(self.address)
-        names.ask(self.address)  # for the next connection: the name server may have gone or come back
+        name_lookup.ask(self.address)  # for the next connection: the name server may have gone or come back
         participant.ready(self._node(server.port, cut))
         header, assignment = place.await_round(self.round, self.on_verdict)
         self.part = part = self._part(header, assignment)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic import rendezvous
 
-from elastic_ext.base import contracts, diagnosis, errors, names, printable
+from elastic_ext.base import contracts, diagnosis, errors, name_lookup, printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, QuotaExceeded, unchanged, values
@@ -47,7 +47,7 @@ class Participant:
         own_records.OwnAssignment   the node's assignment to the round
         header_record.HeaderRecord  the header of the rounds, which every node watches and acts on
         leader.Election             whether the node leads; if so it has a leader.Leader
-        Recovery                    writes again what etcd has lost
+        RecordRepair                writes again what etcd has lost
 
     `keys` lists all keys. A node costs a fixed number of operations per round; only the leader reads all nodes.
     """
@@ -71,28 +71,26 @@ class Participant:
             dispatcher,
             config.node_id,
             in_job=lambda: self.registration.created > 0,
-            on_lease_lost=lambda: self.recovery.lease_lost(),
+            on_lease_lost=lambda: self.repair.lease_lost(),
             on_timer=lambda: self.election.on_timer(),
             on_failure=on_change,
         )
         self.context = context = NodeContext(client, config, JobKeys(config.run_id), RecordReader(), self.tasks)
-        self.registration = Registration(context, lambda lost: self.recovery.register_again(lost), self._on_key_created)
+        self.registration = Registration(context, lambda lost: self.repair.register_again(lost), self._on_key_created)
         outage = Outage(config.lease_ttl_s, lambda: self.registration.session, self.tasks.now)
         self._job_records = JobRecords(context)
         self.header_record = header = header_record.HeaderRecord(
-            context, outage, self._on_header, self._on_own_assignment, lambda: self.recovery.restore_soon()
+            context, outage, self._on_header, self._on_own_assignment, lambda: self.repair.restore_soon()
         )
         self._own_offer = OwnOffer(context, header, self.registration)
-        self._assignment = OwnAssignment(
-            context, header, self.registration, self._on_joined, lambda: self.recovery.restore_soon()
-        )
+        self._assignment = OwnAssignment(context, header, self.registration, self._on_joined, lambda: self.repair.restore_soon())
 
         def lead() -> leader.Leader:
             header.read()
-            return leader.Leader(context, header, self.registration.created, outage, policy, self.recovery.restore)
+            return leader.Leader(context, header, self.registration.created, outage, policy, self.repair.restore)
 
         self.election = leader.Election(context, self.registration, lead)
-        self.recovery = Recovery(
+        self.repair = RecordRepair(
             context,
             self._job_records,
             header,
@@ -185,9 +183,7 @@ class Participant:
         if self._watches.empty:
             self._watches.add(context.keys.header, self._on_header_events)
             self._watches.add(context.own_assignment_key, self._assignment.on_batch)
-            self._watches.add(
-                context.own_key, self.recovery.on_own_key_deleted, deletes_only=True, on_gap=self.recovery.restore_soon
-            )
+            self._watches.add(context.own_key, self.repair.on_own_key_deleted, deletes_only=True, on_gap=self.repair.restore_soon)
         if not self._watches.all_began:
             return  # each of them comes back to `_enter_or_write`
         entered = self._job_records.enter_new(context.own_key, registration.create_ops())
@@ -200,7 +196,7 @@ class Participant:
             registration.write()
         self._on_header()
         if self.joined is not None:  # before it knew that it had registered, so that it restored nothing until now
-            self.recovery.restore_soon()
+            self.repair.restore_soon()
 
     def _on_header_events(self, batch: Batch) -> None:
         self.header_record.on_event(batch.events[-1])
@@ -211,7 +207,7 @@ class Participant:
         self._on_change()
         self.tasks.post(self.election.follow)
         if self._assignment.doubtful:
-            self.recovery.restore_soon()
+            self.repair.restore_soon()
 
     def _on_key_created(self, last: values.KeyValue | None) -> None:
         self.election.find_predecessor(last)
@@ -236,7 +232,7 @@ class Participant:
                 logger.warning("%s; the node's lease expires when its time is up", error)
 
 
-class Recovery:
+class RecordRepair:
     """One node's share in restoring what etcd has lost while the nodes of the job live. For the rendezvous thread.
 
     Leases end when etcd is unreachable for longer than they last, and anybody may delete a key. A missing record is a state like
@@ -609,7 +605,7 @@ def take_place(
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
     checked_address(address)
     check_own(params.local_addr, address)
-    names.ask(address)
+    name_lookup.ask(address)
     changed, dispatcher = InterruptibleCondition(on_wait), Dispatcher()
     notify = functools.partial(_notify, changed, on_event)
     host = own_name(settings)

@@ -15,7 +15,8 @@ from datetime import timedelta
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-from elastic_ext.base import errors, names, threads
+from elastic_ext.base import errors, name_lookup, threads
+from elastic_ext.base.round_store import PREFIX, trouble
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.round_records import Header
 
@@ -39,7 +40,7 @@ def serve(address: str) -> TCPStore:
     if listening is None:
         return TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
     port = listening.getsockname()[1]
-    with names.connecting(address):  # the server's own client
+    with name_lookup.connecting(address):  # the server's own client
         return TCPStore(
             address,
             port,
@@ -137,7 +138,7 @@ class StoreConnector:
 
     def _try(self, header: Header, answer: Future[TCPStore]) -> None:
         try:
-            with names.connecting(header.address):
+            with name_lookup.connecting(header.address):
                 store = TCPStore(header.address, header.port, is_master=False, wait_for_workers=False, timeout=CONNECT)
             store.set_timeout(STORE)
             answer.set_result(store)
@@ -159,7 +160,6 @@ def recently_silent(silent: Mapping[str, int], round_: int) -> tuple[str, ...]:
 
 WELL, TROUBLE, BACK = "0", "1", "2"
 _STATES = {state.encode(): state for state in (WELL, TROUBLE, BACK)}  # anything else counts as WELL, which excuses no node
-_KEYS = "elastic_ext/trouble/"
 _MOST_CALLS = 3  # that give no answer: a frozen host accepts connections, and each further call would hang as well
 
 
@@ -218,11 +218,15 @@ class NodeStates:
 
     def _connect(self, round_: RoundStore) -> TCPStore:
         timeout = timedelta(seconds=self._connect_s)
-        with names.connecting(round_.host):
+        with name_lookup.connecting(round_.host):
             return TCPStore(round_.host, round_.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _swap(store: TCPStore, round_: RoundStore, state: str) -> list[str]:
-    store.set(f"{_KEYS}{round_.rank}", state)
-    keys = [f"{_KEYS}{other}" for other in range(round_.nodes) if other != round_.rank]
+    store.set(_key(round_.rank), state)
+    keys = [_key(other) for other in range(round_.nodes) if other != round_.rank]
     return [_STATES.get(store.get(key), WELL) if store.check([key]) else WELL for key in keys]
+
+
+def _key(rank: int) -> str:
+    return f"{PREFIX}/{trouble(rank)}"

@@ -149,7 +149,7 @@ class AgentMetrics(families.FamilyCollector):
             self._values["elastic_ext_workers"] = {(state,): count for state, count in counts}
 
     def worker_started(self, how: str, reason: str) -> None:
-        """Count a start of a worker. how: "warm" or "cold". reason: of a cold start, one of `cold_reasons`: each is a series."""
+        """Count a start of a worker. how: "warm" or "cold". reason: of a cold start, a `ColdReason`: each is a series."""
         self._add("worker_starts", _label(how), _label(reason))
 
     def standbys(self, count: int, used_bytes: int) -> None:

@@ -57,7 +57,7 @@ def killed(signal, **more):
     return Evidence(rank=0, signal=signal, **more)
 
 
-# The rows of failure_rules.md, as they stand there: (rule, kind, decision, evidence...). A rule without a row here fails a test.
+# What each rule of the table must match: (rule, kind, decision, evidence...). A rule without a row here fails a test.
 ALWAYS = (
     "SyntaxError IndentationError TabError NameError UnboundLocalError ImportError ModuleNotFoundError AttributeError "
     "NotImplementedError"

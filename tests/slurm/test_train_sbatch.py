@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from elastic_ext.failures import slurm
-from tests.jobs import DEFAULTS
+from tests.jobs import DEFAULTS, ROOT
 from tests.slurm.cluster import SlurmCluster, SlurmJob
 from tests.slurm.jobs import SBATCH, Training
 from tests.until import until
@@ -64,17 +65,24 @@ SMALLER = {"--nodes=4 --gpus-per-node=8": "--nodes=1", "--nodes=5 --gpus-per-nod
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("file", "commands"),
-    [("README.md", r"```sh\n(.*?)```"), ("train.sbatch", r"submit it with\n#     (.*?)\n")],
-    ids=["page", "script"],
+    [
+        (SBATCH.parent / "README.md", r"```sh\n(.*?)```"),
+        (SBATCH, r"submit it with\n#     (.*?)\n"),
+        (ROOT / "README.md", r"```sh\n(CHECKPOINT_DIR=.*?)```"),
+    ],
+    ids=["page", "script", "start"],
 )
-def test_commands_as_written(training: Training, file: str, commands: str) -> None:
+def test_commands_as_written(training: Training, file: Path, commands: str) -> None:
     """With CHECKPOINT_DIR, which agents and Checkpointer have as ELASTIC_EXT_CHECKPOINT_DIR."""
-    found = re.search(commands, (SBATCH.parent / file).read_text(), re.DOTALL)
+    found = re.search(commands, file.read_text(), re.DOTALL)
     assert found is not None
     command, shared = found[1], training.folder / "shared"
     for written, here in {**SMALLER, "/mnt/shared": str(shared)}.items():
         command = command.replace(written, here)
-    shutil.copy(SBATCH, training.folder)
+    place = training.folder / "entrypoints" / "slurm"  # of the checkout, or the folder of a copy
+    place.mkdir(parents=True)
+    for folder in (place, training.folder):
+        shutil.copy(SBATCH, folder)
     (training.folder / "train.py").write_text(
         "import os, sys; names = 'CHECKPOINT_DIR', 'ELASTIC_EXT_CHECKPOINT_DIR'; "
         "print('saves in', *map(os.environ.get, names), sys.argv[1])"

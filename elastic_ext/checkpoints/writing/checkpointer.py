@@ -193,7 +193,7 @@ class Checkpointer:
                 whole number of NumPy or torch is as good as an int.
             epoch: epoch of the step, from 0.
             accumulation: micro-steps done toward the next optimizer step.
-            note: small JSON values for people and for `Position.note`; rank 0's are kept.
+            note: small JSON values for people and for `TrainingPosition.note`; rank 0's are kept.
             wait: return only after the save is committed or has failed, see `last_error`.
 
         Collective. Raises StaleGroup if another group has taken over; UsageError for wrong arguments, before all else, and for

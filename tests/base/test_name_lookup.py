@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.base import names
+from elastic_ext.base import name_lookup
 from elastic_ext.rendezvous.round_records import Header
 from elastic_ext.rendezvous.round_store import NodeStates, RoundStore, StoreConnector, serve
 from tests.jobs import ROOT, run
@@ -55,21 +55,21 @@ class NameServer:
 def connect(answers: bool) -> None:
     """In the namespace: what an agent does in a round. Print how often the name server was asked, and what workers get."""
     server = NameServer(answers)
-    names.ask(HERE)
-    assert names._asked.thread is not None
+    name_lookup.ask(HERE)
+    assert name_lookup._asked.thread is not None
     store = serve(HERE)
     header = Header(1, address=HERE, port=store.port, nodes=1)
     connected = StoreConnector(threading.Condition()).connect(header, lambda: None, lambda reason: None)
     NodeStates(60.0).swap(RoundStore(HERE, store.port, 0, 1), "0", 60.0)
-    names._asked.thread.join()
+    name_lookup._asked.thread.join()
     assert connected is not None
-    print(json.dumps([server.questions, names.variables({}), names.variables({names.OPTIONS: "timeout:3"})]))
+    print(json.dumps([server.questions, name_lookup.variables({}), name_lookup.variables({name_lookup.OPTIONS: "timeout:3"})]))
 
 
 def in_namespace(answers: bool, folder: Path) -> tuple[int, dict[str, str], dict[str, str], str]:
     needs("unshare", "ip")
     required(os.geteuid() == 0, "needs root for a network namespace")
-    program = f"from tests.base.test_names import connect; connect({answers})"
+    program = f"from tests.base.test_name_lookup import connect; connect({answers})"
     script = INSIDE.format(command=shlex.join([sys.executable, "-c", program]))
     done = run(["unshare", "-m", "-n", "sh", "-c", script], folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.err
@@ -93,7 +93,7 @@ def test_workers_keep_a_name_server_that_answers(tmp_path: Path) -> None:
     assert "no name server answers" not in log
 
 
-class _Together(names._Asked):
+class _Together(name_lookup._Asked):
     """Two threads see no look-up before either begins one, and each has begun its own before either goes on."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class _Together(names._Asked):
 
 
 def test_two_threads_may_ask_at_once(monkeypatch):
-    monkeypatch.setattr(names, "_asked", _Together())
+    monkeypatch.setattr(name_lookup, "_asked", _Together())
     with ThreadPoolExecutor(2) as threads:
-        for each in [threads.submit(names.ask, "127.0.0.1") for _ in range(2)]:
+        for each in [threads.submit(name_lookup.ask, "127.0.0.1") for _ in range(2)]:
             each.result()

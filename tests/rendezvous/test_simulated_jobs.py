@@ -264,7 +264,7 @@ def test_a_node_registered_again_does_not_lead_yet():
     def register_again() -> None:
         leader = node.participant.election.leader
         few.client.delete(KEYS.node("a"))
-        node.participant.recovery.write_own_key()
+        node.participant.repair.write_own_key()
         written.append(leader.write_header(dataclasses.replace(node.participant.header, state=State.CLOSED)))
 
     node.lane.run(register_again)

@@ -193,8 +193,7 @@ class ResumePoint(companion.Companion):
     def newest_steps(self, workers: Sequence[Progress]) -> tuple[int | None, int | None]:
         """Return the steps of the newest copy in memory and of the newest checkpoint, as in `failures.ledger.Report`."""
         if self._copies is None:
-            saved = newest_checkpoint_step(None, workers)
-            return None, saved if saved is None else max(saved, self.step or 0)
+            return None, None
         return self._copies.newest_step(), newest_checkpoint_step(self._copies.checkpoint_step, workers)
 
     def go_back(self, verdict: JobVerdict, node: str) -> None:

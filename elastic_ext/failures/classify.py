@@ -29,6 +29,7 @@ from elastic_ext.failures.rules import (
     RERUN_CODES,
     RULES,
     STOP_REQUESTED,
+    USER_RULES,
     WATCHDOG_ENDS_IT,
     XIDS_ANNOTATE,
     Rule,
@@ -278,7 +279,8 @@ def _precedence(diagnosis: Diagnosis) -> tuple[bool | int | tuple[int, ...], ...
     stopped = cascade and diagnosis.evidence.stopped_by_agent
     requested = diagnosis.kind == USER_STOP or (diagnosis.tier == STOP_REQUESTED and diagnosis.kind == PREEMPTION)
     evidence = diagnosis.evidence
-    replaced = diagnosis.shown_by_hardware and diagnosis.response is Response.REPLACE_NODE
+    known = diagnosis.tier != USER_RULES and diagnosis.rule != HARDWARE_EXIT  # these match what victims print and end with, too
+    replaced = known and diagnosis.response is Response.REPLACE_NODE
     later = not requested, not diagnosis.deterministic, diagnosis.lacks_reason, not replaced
     return cascade, stopped, *later, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 

@@ -133,7 +133,10 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         refused_by=_refused_by(reports, cause, decision),
         bad=bad,
     )
-    return Ledger((*ledger.failures, now)[-MAX_FAILURES:], charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]), verdict
+    failures = (*ledger.failures, now)[-MAX_FAILURES:]
+    if bad:  # the next launch is on other nodes, and has a budget of its own
+        charged, failures = 0, tuple(replace(each, charged=False) for each in failures)
+    return Ledger(failures, charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]), verdict
 
 
 def _bad(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated
 
 from elastic_ext.base import records
-from elastic_ext.base.diagnosis import Collective, Response
+from elastic_ext.base.diagnosis import NUMERIC, Collective, Response
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import cut
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Within
@@ -114,8 +114,8 @@ def progress(past: PastFailure, later: PastFailure) -> bool | None:
     Users number checkpoints in steps or in epochs. So a lower step than at the past failure means "no progress" only if both
     tries began at the same checkpoint: a script may also choose a place to resume from, which is unknown.
 
-    Some scripts do two optimizer steps in what their checkpoints call one. A try that has gone back to an earlier checkpoint has
-    more of them behind it at the same place, so that it got further shows by a later checkpoint only.
+    Some scripts do two optimizer steps in what their checkpoints call one. A try that has gone back to an earlier checkpoint
+    after a NaN has more of them behind it at the same place, so that it got further shows by a later checkpoint only.
     """
     begins_known = past.resumed_at is not None and later.resumed_at is not None
     if later.first_step_done is False:
@@ -134,6 +134,8 @@ def progress(past: PastFailure, later: PastFailure) -> bool | None:
 
 
 def _may_have_gone_back(past: PastFailure, later: PastFailure) -> bool:
+    if past.kind != NUMERIC:  # no other failure after a step takes a job back to an earlier checkpoint
+        return False
     if past.resumed_at is None or later.resumed_at is None:
         return past.resumed_from != later.resumed_from
     return later.resumed_at < past.resumed_at

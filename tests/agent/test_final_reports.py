@@ -7,15 +7,12 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from elastic_ext.agent.companion import END_S, LEAST_S, EndLimit
-from tests.etcd_server import Certificates
 from tests.jobs import AGENT, Gate, Job, children, command_of
-from tests.status.trainer_server import TrainerServer
 from tests.until import until
 
 
@@ -50,14 +47,6 @@ class Exporter(SpanExporter):
     def export(self, spans):
         urllib.request.urlopen(os.environ["SPANS_TO"], data=b"x")
 """
-
-
-@pytest.fixture
-def trainer(tmp_path: Path, certificates: Certificates) -> Iterator[TrainerServer]:
-    (tmp_path / "token").write_text("token")
-    server = TrainerServer(certificates)
-    yield server
-    server.close()
 
 
 def full_pipe(path: Path) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,19 +9,10 @@ import pytest
 from elastic_ext.agent.companions import training_of
 from elastic_ext.status.trainjob import Training
 from elastic_ext.workers.progress import Progress
-from tests.etcd_server import Certificates
 from tests.jobs import AGENT, SCRIPTS, Gate, Job
 from tests.status.trainer_server import Post, TrainerServer
 
 OURS = "elastic_ext"
-
-
-@pytest.fixture
-def trainer(tmp_path: Path, certificates: Certificates) -> Iterator[TrainerServer]:
-    (tmp_path / "token").write_text("token")
-    server = TrainerServer(certificates)
-    yield server
-    server.close()
 
 
 def job(tmp_path: Path, trainer: TrainerServer, *command: object, **variables: str) -> Job:

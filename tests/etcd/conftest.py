@@ -43,6 +43,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
     """Stays up: for tests that do it no harm."""
     with EtcdServer(tmp_path_factory.mktemp("etcd")) as started:
         yield started
+        assert started.process is not None
+        ended = started.process.poll()
+        assert ended is None, f"etcd has ended with {ended}: {(started.folder / 'log').read_text()[-2000:]}"
 
 
 @pytest.fixture(scope="session")

@@ -341,11 +341,35 @@ def test_a_staying_node_marks_the_checkpoint():
 def test_a_bug_explains_other_exit_codes():
     bug = report("ha", "KeyError", "'x'", order=1, rank=0)
     broken = classify(Evidence(rank=3, node="hb", xids=(79,)))
+    wrong = classify(Evidence(rank=3, node="hb", exception=RaisedException("x.SDCReplayMismatch", "m")))
     own = classify(Evidence(rank=3, node="hb", exit_code=14))
-    for diagnosis, host in ((own, "ha"), (broken, "hb")):
+    rule = user_rules.UserRule("link", "hardware", Response.REPLACE_NODE, pattern="status=12")
+    of_user = classify(Evidence(rank=3, node="hb", exit_code=1, stderr_tail="completion with status=12"), (rule,))
+    for diagnosis, host in ((own, "ha"), (of_user, "ha"), (broken, "hb"), (wrong, "hb")):
         other = Report("hb", dataclasses.replace(diagnosis, order=2))
         _, verdict = judge({"b": other, "a": bug}, Ledger(), dataclasses.replace(RULES, nodes=6, min_nodes=4, members=4), 1)
         assert verdict.host == host
+
+
+@pytest.mark.parametrize("kind", ["device_memory", "numeric"])
+def test_another_path_is_no_way_back(kind):
+    """Checkpoints whose names hold no step: only a NaN takes a job back to an earlier one after it has done steps."""
+    ledger, rules = Ledger(), Circumstances(20, nodes=1)
+    raised = {"device_memory": ("OutOfMemoryError", "CUDA out of memory"), "numeric": ("FloatingPointError", "loss is nan")}[kind]
+    for number, steps in enumerate((18_000, 21_000, 25_000)):
+        told = dataclasses.replace(report("ha", *raised, step=steps), resumed_from=f"/checkpoints/2026-11-0{number}")
+        ledger, verdict = judge({"a": told}, decode_ledger(encode_ledger(ledger)), rules, number)
+    assert verdict.decision.kind == kind
+    assert verdict.ends_job == (kind == "numeric")
+
+
+def test_a_repair_gives_a_new_budget():
+    rules = Circumstances(2, nodes=4, members=4, min_nodes=4)
+    ledger, verdicts = again({"a": report("ha", xids=(79,), step=5, resumed_at=0)}, 3, rules)
+    assert (verdicts[-1].decision.exit_code, verdicts[-1].bad, verdicts[-1].keeps_ledger) == (69, ("a",), True)
+    killed = {"b": report("hb", signal="SIGKILL", step=8000, resumed_at=0)}
+    _, verdict = judge(killed, decode_ledger(encode_ledger(ledger)), rules, 4)
+    assert (verdict.ends_job, verdict.restarts) == (False, 1)
 
 
 def test_only_lost_nodes_count_as_lost():

@@ -17,7 +17,7 @@ from elastic_ext.base.errors import EX_TRY_AGAIN
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
-from elastic_ext.failures.evidence import Evidence, EvidenceView, RaisedException, SearchText, Wrapped
+from elastic_ext.failures.evidence import Evidence, EvidenceView, RaisedException, SearchText, Wrapped, first_of
 from elastic_ext.failures.rules import (
     ACCESS,
     COUNTS_AS,
@@ -30,16 +30,18 @@ from elastic_ext.failures.rules import (
     RULES,
     STOP_REQUESTED,
     USER_RULES,
-    WATCHDOG_ENDS_IT,
     XIDS_ANNOTATE,
     Rule,
     held_by_another_process,
 )
+from elastic_ext.failures.torch_texts import WATCHDOG_ENDS_IT
 from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
 MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched
 MAX_SHOWN = 300  # characters of a message in a reason
+NCCL_LAST_ERROR = "NCCL Last Error: "  # before NCCL's own words, in exceptions of nccl2
+_LAST_ERROR = re.compile(rf"Last error:\n|{NCCL_LAST_ERROR}")
 _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 
 # These signals come from outside Python, so a traceback on stderr may not be why the process ended.
@@ -213,7 +215,7 @@ def _completed(evidence: Evidence, ended_by_script: bool) -> Evidence:
 
 
 def _words_of_watchdog(evidence: Evidence) -> str:
-    """Return the end of stderr, from where a thread of ProcessGroupNCCL says that it aborts the process; "" if none does.
+    """Return the end of stderr, from where a thread of a collective backend says that it aborts the process; "" if none does.
 
     The script has survived any traceback before it, such as that of a tracker's thread: else its error file would name the
     exception.
@@ -222,8 +224,7 @@ def _words_of_watchdog(evidence: Evidence) -> str:
         return ""
     tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
     behind = tail[max(tail.rfind(HEADER), 0) :]
-    lower = SearchText(behind).ascii  # as long as `behind`
-    at = next((found for text in WATCHDOG_ENDS_IT if (found := lower.find(text)) >= 0), -1)
+    at = first_of(SearchText(behind), WATCHDOG_ENDS_IT)
     return behind[at:] if at >= 0 else ""
 
 
@@ -314,7 +315,8 @@ def _more(names: Sequence[str]) -> str:
 
 def _gist(message: str) -> str:
     """Return the first line, and what NCCL reports as its last error."""
-    line, last = first_line(message), first_line(message.partition("Last error:\n")[2])
+    said = _LAST_ERROR.search(message)
+    line, last = first_line(message).rstrip(), first_line(message[said.end() :]) if said else ""
     return f"{line} ({last})" if last else line
 
 
@@ -402,15 +404,16 @@ def _read(lines: list[str]) -> RaisedException | None:
             raised = _RAISED.match(line[:MAX_LINE].rstrip())
             if raised is None:
                 return None
-            message = [line[raised.end() : MAX_LINE].rstrip(), *_indented(lines[number + 1 : number + 1 + MAX_MESSAGE_LINES])]
+            message = [line[raised.end() : MAX_LINE].rstrip(), *_continued(lines[number + 1 : number + 1 + MAX_MESSAGE_LINES])]
             return RaisedException(raised[1], "\n".join(message), tuple(frames))
     return None
 
 
-def _indented(lines: list[str]) -> list[str]:
+def _continued(lines: list[str]) -> list[str]:
+    """Return the lines that go on with a message: those with an indent, and NCCL's last error, as nccl2 adds it."""
     found = []
     for line in lines:
-        if line[:1] not in (" ", "\t"):
+        if line[:1] not in (" ", "\t") and not line.startswith(NCCL_LAST_ERROR):
             break
         found.append(line[:MAX_LINE].rstrip())
     return found

@@ -301,19 +301,27 @@ class SearchText:
 
 def contains(text: SearchText, wanted: tuple[Text, ...]) -> bool:
     """Return whether one of the wanted texts occurs; a tuple occurs if one line holds all of its texts."""
-    return any(one in text if isinstance(one, str) else _in_one_line(text.ascii, one) for one in wanted)
+    return any(one in text if isinstance(one, str) else _line_with(text.ascii, one) >= 0 for one in wanted)
 
 
-def _in_one_line(text: str, parts: tuple[str, ...]) -> bool:
+def first_of(text: SearchText, wanted: tuple[Text, ...]) -> int:
+    """Return where the first of the wanted texts begins, for a tuple the line that holds it; -1: none occurs."""
+    found = (text.ascii.find(one) if isinstance(one, str) else _line_with(text.ascii, one) for one in wanted)
+    return min((at for at in found if at >= 0), default=-1)
+
+
+def _line_with(text: str, parts: tuple[str, ...]) -> int:
+    """Return where the first line begins that holds all parts; -1: there is none."""
     if not all(part in text for part in parts):
-        return False
+        return -1
     rarest, *others = parts
     at = text.find(rarest)
     while at >= 0:
         end = text.find("\n", at)
         end = len(text) if end < 0 else end
-        line = text[text.rfind("\n", 0, at) + 1 : end]
+        begin = text.rfind("\n", 0, at) + 1
+        line = text[begin:end]
         if all(part in line for part in others):
-            return True
+            return begin
         at = text.find(rarest, end)
-    return False
+    return -1

@@ -35,6 +35,7 @@ from elastic_ext.base.diagnosis import (
     USER_STOP,
     Response,
 )
+from elastic_ext.failures import torch_texts
 from elastic_ext.failures.evidence import EvidenceView, SearchText, Text, contains
 
 # The tiers. User rules apply after STOP_REQUESTED.
@@ -447,11 +448,6 @@ _CACHES = (
     "/.triton/", "/torchinductor_", "/torch_extensions/", "/.cache/", ".incomplete", "/index-cache/", "_idx.npy", "_index.npy",
 )  # fmt: skip
 _NOT_AS_EXPECTED = ("no such file or directory", "failed to open local file", "file exists", "directory not empty")
-# Of a thread of ProcessGroupNCCL that aborts the process, its very last words first.
-WATCHDOG_ENDS_IT = (
-    "c10::distbackenderror", "terminating the process after attempting to dump debug info",
-    "watchdog caught collective operation timeout",
-)  # fmt: skip
 _AT_START = "before the first optimizer step: it would recur on every try"
 
 TIER_3 = (
@@ -546,6 +542,7 @@ TIER_3 = (
                 "cublas_status_execution_failed", "cublas_status_internal_error", "cusolver_status_internal_error",
                 "cufft_internal_error", "hw exception by gpu", "hsa_status_error", "nvlink or a hardware error",
                 "cudnn_status_mapping_error", "error containment", "device_lost", "error code is 507018",
+                *torch_texts.keys(torch_texts.GPU_LAUNCH),
                 ("unhandled cuda error", "nccl")), when=lambda view: not _illegal_access(view)),
     _program("gpu-not-ready", HARDWARE, RESTART, "the GPU is held by another process, or its driver is not ready",
          texts=("is/are busy or unavailable", "no cuda-capable device is detected", "no rocm-capable device is detected",
@@ -566,11 +563,11 @@ TIER_3 = (
          texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",
                 "cuda driver error:", "triton error [cuda]", "memory access fault by gpu")),
     _program("collective-misuse", CODE, CONFIRM, "the ranks did not call the same collectives in the same way",
-         texts=("ncclinvalidusage", "ncclinvalidargument", ("nccl error", "invalid usage"), "duplicate gpu detected",
+         texts=(*torch_texts.keys(torch_texts.MISUSE), "ncclinvalidusage", "ncclinvalidargument", ("nccl error", "invalid usage"),
                 "mismatch between collectives",
                 "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",
                 ("params", "appears not to match"), "same model across all ranks", "mismatched nccl version",
-                "op.preamble.length")),
+                "op.preamble.length"), when=lambda view: torch_texts.REVOKED not in view.text),
     _program(INTERFACE, CASCADE, Response.FOLLOW,
          "if no other worker failed, the workers cannot connect to each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
          "to the interface of the "
@@ -578,15 +575,13 @@ TIER_3 = (
     _program("peer-gone", CASCADE, Response.FOLLOW,
          "a peer disappeared during a collective, or did not come in time; the cause is elsewhere", "T",
          exceptions=_names("DistBackendError DistStoreError"),
-         texts=(*WATCHDOG_ENDS_IT, "remote process exited or there was",
+         texts=(*torch_texts.keys(torch_texts.PEER_GONE), torch_texts.TERMINATED,
                 ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
-                "heartbeat monitor timed out", "watchdog got stuck for",
-                "dump signal due to a collective timeout", "transport retry count exceeded", "hccl function error",
+                "heartbeat monitor timed out", "transport retry count exceeded", "hccl function error",
                 "application timeout caused pair closure",  # of gloo, in each operation after one that has timed out
                 "connectfullmesh failed", ("deepep error", "timeout"),
-                ("ei0002", "notify register"), ("ei0006", "getting socket times out"),  # HCCL: a peer did not answer in time
-                "nccl communicator was aborted")),
+                ("ei0002", "notify register"), ("ei0006", "getting socket times out"))),  # HCCL: a peer did not answer in time
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",
          when=_peer_connection, survivable=True),
     _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",

@@ -48,7 +48,7 @@ ASYNC_ERROR: Text = ("[tc]", "async error on rank")
 QUERY_FAILED: Text = ("[tc]", "event query: ")
 LAST_ERROR: Text = "nccl last error: "
 ABORTED: Text = "nccl communicator was aborted"
-TERMINATED = "c10::distbackenderror"  # as the C++ library names what nobody has caught
+TERMINATED = "c10::distbackenderror"  # as the C++ runtime names an exception that no code has caught
 # NCCL refuses work on a communicator that torch has revoked because of another rank's failure, and calls it invalid usage.
 REVOKED = "communicator was revoked"
 

@@ -81,7 +81,7 @@ def test_a_rank_that_hangs_twice_ends_no_job(tmp_path, stack, server, backend):
 @as_root
 @pytest.mark.parametrize("backend", WORDS)
 def test_a_lost_nodes_victims_are_not_charged(tmp_path, stack, server, backend):
-    agents = Agents(tmp_path, stack, server.endpoint, WORDS[backend]["gone"], "lost")
+    agents = Agents(tmp_path, stack, server.endpoint, WORDS[backend]["timeout"], "lost")
     agents.start("abc", "2:3")
     for job in agents.jobs.values():
         job.wait_for('"world": 3')

@@ -231,7 +231,7 @@ def test_a_failure_ends_as_under_the_older_backend(name, steps):
 
 @pytest.mark.parametrize("words", WORDS)
 @pytest.mark.parametrize("name", ["hang of one rank", "node lost"])
-def test_a_peers_failure_costs_no_node_and_no_job(name, words):
+def test_a_peers_failure_costs_no_node(name, words):
     for verdict in verdicts(words, name, (5, 5)):
         assert verdict.decision.kind == "network"
         assert verdict.decision.response in (Response.RESTART, Response.RESTART_FREE)

@@ -576,10 +576,8 @@ TIER_3 = (
          "a peer disappeared during a collective, or did not come in time; the cause is elsewhere", "T",
          exceptions=_names("DistBackendError DistStoreError"),
          texts=(*torch_texts.keys(torch_texts.PEER_GONE), torch_texts.TERMINATED,
-                ("timed out waiting", "ms for recv operation"), ("timed out waiting", "ms for send operation"),
                 ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
                 "heartbeat monitor timed out", "transport retry count exceeded", "hccl function error",
-                "application timeout caused pair closure",  # of gloo, in each operation after one that has timed out
                 "connectfullmesh failed", ("deepep error", "timeout"),
                 ("ei0002", "notify register"), ("ei0006", "getting socket times out"))),  # HCCL: a peer did not answer in time
     _program("peer-connection", CASCADE, Response.FOLLOW, "a peer closed its connection; the cause is elsewhere", "T",

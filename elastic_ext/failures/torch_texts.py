@@ -5,10 +5,11 @@ on it is nccl2, whose log lines begin with "[TC]"; so do those of torchcomms, fr
 last line, and its exceptions are plain RuntimeErrors, which hold the status of NCCL and its last error.
 
 The rules search for `key`, which is the shortest part that no other writer has. Several rows share one. `test_torch_texts.py`
-classifies each row, and looks for its pieces in the libraries of a CUDA build of torch, so that a changed wording fails a test.
+classifies each row, and looks for its pieces in torch's libraries (those of NCCL in a CUDA build), so that a changed wording
+fails a test.
 
-Read in the libraries of torch 2.14.1 and 2.15.0 with NCCL 2.30.7, and in the sources of torch's main branch of November 2026
-(c10d/ProcessGroupNCCL.cpp, c10d/nccl2/*.cpp, distributed/_watchdog.py) and of NCCL (init.cc, enqueue.cc).
+Read in the libraries of torch 2.13.0, 2.14.1 and 2.15.0 with NCCL 2.30.7, and in the sources of torch's main branch of November
+2026 (c10d/ProcessGroupNCCL.cpp, c10d/nccl2/*.cpp, distributed/_watchdog.py) and of NCCL (init.cc, enqueue.cc).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Wording:
     rule: str  # "": that of the text in place of {status} or {cuda}
     key: Text | None = None  # what the rules search for; None: the class of the exception or the text inside is enough
     since: str = "2.14.1"  # the first version of torch in whose libraries it was read; "": it was read in sources only
-    library: str = "torch"  # or "nccl"; "python": a Python file of torch
+    library: str = "torch"  # for CUDA; "gloo": the one for CPUs; "nccl": NCCL's own; "python": a Python file of torch
 
 
 ABORTS: Text = ("[tc]", "aborting process")
@@ -105,6 +106,18 @@ WORDINGS = (
     Wording("Received a dump signal due to a collective timeout from {}", How.LOG, PEER_GONE,
             "dump signal due to a collective timeout"),
     Wording("NCCL communicator was aborted on rank {}", How.RAISE_OWN, PEER_GONE, ABORTED),
+    # gloo.
+    Wording("Timed out waiting |{}|ms for recv operation to complete", How.RAISE, PEER_GONE,
+            ("timed out waiting", "ms for recv operation"), since="2.13.0", library="gloo"),
+    Wording("Timed out waiting |{}|ms for send operation to complete", How.RAISE, PEER_GONE,
+            ("timed out waiting", "ms for send operation"), since="2.13.0", library="gloo"),
+    # ... in each operation after one that has timed out
+    Wording("Application timeout caused pair closure", How.RAISE, PEER_GONE, "application timeout caused pair closure",
+            since="2.13.0", library="gloo"),
+    *(Wording(what, How.RAISE, MISUSE, "gloo reconfigure ", library="gloo")
+      for what in ("Gloo reconfigure uuid |{}| was already used; each reconfigure() requires a unique uuid",
+                   "Invalid Gloo reconfigure handle: {}",
+                   "Local Gloo reconfigure handle is not part of the new communicator")),
     # torch's watchdog for groups that are written in Python (nccl4py), and for symmetric memory
     Wording("Default timeout callback fired, calling os.abort()", How.ABORT, PEER_GONE,
             "default timeout callback fired, calling os.abort()", since="2.15.0", library="python"),

@@ -40,6 +40,10 @@ class FlightRecorder:
     it writes the last TORCH_NCCL_TRACE_BUFFER_SIZE (2000) collectives to TORCH_NCCL_DEBUG_INFO_TEMP_FILE<rank>, which newer
     versions call TORCH_FR_DUMP_TEMP_FILE. That file is a pickle. This class never opens it;
     `python -m torch.distributed.flight_recorder.fr_trace` reads it.
+
+    In torch 2.15 `nccl` is ProcessGroupNCCL2, which has no such thread in 2.15.0, and so no pipe: `dump` asks no process. Later
+    sources have one, with the same pipe and file (nccl2/HeartbeatMonitor.cpp, read only). Both write the file without being asked
+    when a collective fails or exceeds torch's timeout (FlightRecorderHook::onAbort in 2.15.0).
     """
 
     def __init__(self, run_dir: str, environ: Mapping[str, str]) -> None:
@@ -57,12 +61,14 @@ class FlightRecorder:
         self.variables = {name: value for name, value in wanted.items() if not environ.get(name)}
 
     def close(self) -> None:
-        """Remove the directory of the dumps if it holds none."""
+        """Remove the directory of the dumps if it holds none; else say where it is: torch may have written some unasked."""
         if self._own is not None:
             try:
                 os.rmdir(self._own)
             except OSError as error:
-                if error.errno not in (errno.ENOTEMPTY, errno.ENOENT):
+                if error.errno == errno.ENOTEMPTY:
+                    logger.warning("elastic_ext: NCCL's flight records are in %s", self._own)
+                elif error.errno != errno.ENOENT:
                     raise
 
     def dump(self, ranks: Iterable[int]) -> str:

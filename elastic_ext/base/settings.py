@@ -410,8 +410,9 @@ class Settings:
         "69 at the next checkpoint, as after `elastic-ext drain`")
     slow_node_after: float = _setting(300.0, SECONDS, "how long a node must have been late to be replaced")
     stragglers: str = _setting("auto", one_of("auto", "all", "off"),
-        "whether [stragglers](hangs.md#stragglers) are looked for: `auto`: not with NCCL, whose recorder asks the device, which "
-        "may break the capture of a CUDA graph (not yet run on GPUs); `all`: with NCCL, too; `off`")
+        "whether [stragglers](hangs.md#stragglers) are looked for: `auto`: not with NCCL before torch 2.15, nor with "
+        "nccl-legacy, as their recorder asks the device, which may break the capture of a CUDA graph (not yet run on GPUs); "
+        "`all`: with these, too; `off`")
     standby: bool = _setting(True, BOOLEAN,
         "keep warm standbys: processes that have imported torch and wait for the next start of the workers")
     stderr_tail: bool = _setting(True, BOOLEAN,

@@ -64,7 +64,7 @@ def samples(
         for rank in range(place * per_node, (place + 1) * per_node):
             begin = int(times[rank][0] + (ahead_us or {}).get(place, 0.0)) + 10**9
             after = tuple(int(each - times[rank][0]) for each in times[rank])
-            own.append(RankSample(rank, WorkerSample(512, STEP_US, (Window("1 0 0 4", first, per_step, begin, after),))))
+            own.append(RankSample(rank, WorkerSample(512, STEP_US, (Window("gloo 0 0 4", first, per_step, begin, after),))))
         nodes.append(NodeSample(f"n{place}", f"clock {place}", tuple(own)))
     return nodes
 

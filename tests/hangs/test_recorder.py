@@ -56,24 +56,59 @@ def test_all_recorders_are_read(monkeypatch):
 
     module = SimpleNamespace(_dump_nccl_trace_json=dump, _dump_fr_trace_json=lambda **_: b'{"version": "2.10"}')
     monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", module)
-    assert recorder.read() == {"0 0": (6, 5)}
+    assert recorder.read() == {"nccl 0": (6, 5)}
     monkeypatch.delitem(recorder.sys.modules, "torch._C._distributed_c10d")
     assert recorder.read() == {}
 
 
-def test_a_backend_with_its_own_recorder_is_read(monkeypatch):
-    """As torch 2.15 has it for nccl2; its source was read, as there is none to run here."""
+class Hooked:
+    """A group to which torch 2.15 has attached its hook. backends: by device, the name and whether it knows when one ends."""
+
+    def __init__(self, **backends: tuple[str, bool]) -> None:
+        self._device_types = list(backends)
+        self._backends = {
+            device: SimpleNamespace(name=lambda name=name: name, supports_completion_hooks=knows)
+            for device, (name, knows) in backends.items()
+        }
+
+    def _get_backend(self, device: str) -> SimpleNamespace:
+        return self._backends[device]
+
+
+def hooked(monkeypatch, *groups: Hooked) -> None:
+    """As in a process of torch 2.15 with four ranks and these groups: each recorder says that one has completed of two."""
 
     def dump(includeCollectives, onlyActive, backend="gloo"):
-        status = {"last_enqueued_collective": "6", "last_completed_collective": "5" if backend == "nccl2" else "6"}
-        return json.dumps({"pg_status": {backend: status}}).encode()
+        entries = [entry("all_reduce", number, number, process_group=["0", "default_pg"]) for number in (1, 2)]
+        status = {"last_enqueued_collective": "2", "last_completed_collective": "1"}
+        return json.dumps({"entries": entries, "pg_status": {"0": status}}).encode()
 
+    world = SimpleNamespace(pg_names={"pg": "0"}, pg_group_ranks={"pg": {0: 0, 1: 1, 2: 2, 3: 3}})
+    world.pg_flight_recorder_hooks = dict.fromkeys(groups, "its hook")
     monkeypatch.setitem(recorder.sys.modules, "torch._C._distributed_c10d", SimpleNamespace(_dump_fr_trace_json=dump))
-    c10d = SimpleNamespace(_world=SimpleNamespace(pg_flight_recorder_hooks={"a group": "its hook"}))
-    monkeypatch.setitem(recorder.sys.modules, "torch.distributed.distributed_c10d", c10d)
-    assert recorder.read() == {"1 gloo": (6, 6), "2 nccl2": (6, 5)}
-    c10d._world.pg_flight_recorder_hooks = {}
-    assert recorder.read() == {"1 gloo": (6, 6)}
+    monkeypatch.setitem(recorder.sys.modules, "torch.distributed.distributed_c10d", SimpleNamespace(_world=world))
+
+
+NCCL2, LAZY, UCC = ("nccl2", True), ("nccl-lazy", True), ("ucc", False)
+BOTH = ("nccl2", "nccl-lazy")
+
+
+@pytest.mark.parametrize(
+    ("groups", "know_ends", "sampled"),
+    [
+        ([], ["gloo"], ["gloo"]),
+        ([Hooked(cuda=NCCL2)], ["gloo", "nccl2"], ["gloo", "nccl2"]),
+        ([Hooked(cpu=("gloo", False), cuda=NCCL2)], ["gloo", "nccl2"], ["gloo", "nccl2"]),
+        ([Hooked(cuda=NCCL2), Hooked(cuda=LAZY), Hooked(cuda=NCCL2)], ["gloo", *BOTH], ["gloo", *BOTH]),
+        ([Hooked(cuda=UCC)], ["gloo"], ["gloo", "ucc"]),  # what is issued counts as ended
+        ([Hooked(cpu=UCC, cuda=NCCL2)], ["gloo", "nccl2"], ["gloo", "nccl2", "ucc"]),
+        ([Hooked(cuda=("a/b", True))], ["a/b", "gloo"], ["a_b", "gloo"]),
+    ],
+)
+def test_each_backend_that_torch_hooks_is_read(monkeypatch, groups, know_ends, sampled):
+    hooked(monkeypatch, *groups)
+    assert recorder.read() == {f"{backend} 0": (2, 1) for backend in know_ends}
+    assert recorder.issued(with_nccl=False) == {f"{backend} 0 0 4": {1: 1, 2: 2} for backend in sampled}
 
 
 def entry(operation: str, number: int, created_ns: int, **more: object) -> dict[str, object]:
@@ -324,7 +359,7 @@ def test_ranks_sample_after_the_same_steps(four_ranks):
     sample = lateness.decode_worker(text, "it")
     assert (sample.step, sample.step_us) == (128, 13 * 10**6 // 128)
     (window,) = sample.windows
-    assert (window.group, window.first, window.per_step, len(window.after_us)) == ("1 0 0 4", 512, 6.0, 256)
+    assert (window.group, window.first, window.per_step, len(window.after_us)) == ("gloo 0 0 4", 512, 6.0, 256)
     assert window.after_us[:3] == (0, 1000, 2000)
 
 
@@ -383,4 +418,4 @@ def test_the_script_may_change_groups_during_samples(four_ranks):
             return super().get(group, default)
 
     world.pg_group_ranks = MadeMeanwhile(world.pg_group_ranks)
-    assert recorder.issued(with_nccl=True).keys() == {"1 0 0 4"}
+    assert recorder.issued(with_nccl=True).keys() == {"gloo 0 0 4"}

@@ -9,6 +9,18 @@ question which collectives are outstanding, which takes up to 0.1 s to answer. W
 (TORCH_FR_BUFFER_SIZE=0) it knows no groups. Loaded by path at the first step, so it uses only the standard library and what the
 script has imported.
 
+Gloo and the old NCCL (ProcessGroupNCCL) record themselves. From torch 2.15 on, `_maybe_attach_flight_recorder` attaches a hook to
+each group with another backend: nccl2, which is what `nccl` builds there, nccl-lazy, ucc, one in Python. By reading (2.15.0:
+distributed_c10d.py, and the headers that come with torch):
+
+- The hook has one recorder for each name that Backend::getBackendName() returns, whatever the script called the backend: that of
+  `nccl` is called nccl2. Only gloo, nccl and xccl count as recording themselves (recordsFlightRecorderNatively).
+- It has no events of the device (FlightRecorderHook.hpp), and update_state() asks only those (FlightRecorderDetail.hpp). So a
+  dump never asks the device, unlike the old NCCL's; and a collective is never "started" before it has completed.
+- The end of a collective comes from the backend, if supportsCompletionHooks(): nccl2 and nccl-lazy alone (their headers). All
+  others count as ended once they are issued, and their groups' last completed collective stays -1.
+- It records no operation that is being captured into a CUDA graph, nor its replays.
+
 Times of the recorder are those of CLOCK_REALTIME (c10::getTime of torch 2.8 to 2.15, on Linux).
 """
 
@@ -38,14 +50,11 @@ MOST, LEAST = 256, 32  # numbers of a group in a sample
 NUMBERS = 2**16
 """Of all ranks of a group in their samples, above LEAST for each: the agent of rank 0 reads them all."""
 _ENTRY = b'{"collective_seq_id":'  # a collective in a dump begins with its first key: they are sorted
-_DUMPS = ("_dump_nccl_trace_json", "_dump_fr_trace_json")  # private, in torch._C._distributed_c10d: NCCL's, and gloo's
-_NCCL = 0  # its index
+_NCCL = "nccl"
+_DUMPS = {_NCCL: "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}  # private, in torch._C._distributed_c10d
 OWN = "elastic_ext"
 """Description of the groups of saves and copies (`checkpoints.ranks`): threads use them beside training, and their numbers count
 sends, of which each rank has others."""
-# From torch 2.15 on, a backend that does not record itself has a recorder of its own, for _dump_fr_trace_json(backend=NAME): read
-# in torch's source, not run. What such a backend has not completed when it fails, torch writes to a file by an abort hook.
-_HOOKED = ("nccl2",)
 
 
 class Outstanding:
@@ -80,9 +89,9 @@ def read() -> dict[str, tuple[int, int]]:
     These mean that torch has changed: all that this module reads is private.
     """
     counts = {}
-    for name, said in _dumped(collectives=False):
+    for backend, said in _dumped(collectives=False):
         for group, each in said.get("pg_status", {}).items():
-            counts[f"{name} {group}"] = int(each["last_enqueued_collective"]), int(each["last_completed_collective"])
+            counts[f"{backend} {group}"] = int(each["last_enqueued_collective"]), int(each["last_completed_collective"])
     return counts
 
 
@@ -142,8 +151,8 @@ def _threads_of_the_script() -> set[str]:
 def issued(with_nccl: bool) -> dict[str, dict[int, int]]:
     """Return when this rank issued its last collectives, by group and number, in ns of CLOCK_REALTIME.
 
-    with_nccl: read NCCL's own recorder, too. It queries events of the device, which may break the capture of a CUDA graph.
-    A group's name holds its recorder, its own name, its first rank and its size: groups of other ranks may have the same name.
+    with_nccl: read the old NCCL's recorder, too. It queries events of the device, which may break the capture of a CUDA graph.
+    A group's name holds its backend, its own name, its first rank and its size: groups of other ranks may have the same name.
     Operations that were issued as one have one number: the first counts. Groups of OWN are left out. Raises as `read` does.
     """
     ranks = {name: each for name, each in _ranks_of_groups().items() if len(each) > 1}
@@ -152,14 +161,14 @@ def issued(with_nccl: bool) -> dict[str, dict[int, int]]:
         return found
     others = _threads_of_the_script()
     most = 2 * sum(window_of(len(each)) for each in ranks.values())
-    for kind, dump in _recorders():
-        if kind == _NCCL and not with_nccl:
+    for backend, dump in _recorders(that_know_ends=False):
+        if backend == _NCCL and not with_nccl:
             continue
         for each in newest(dump(includeCollectives=True, onlyActive=False), most):
             name = each["process_group"][0]
             is_own = each["process_group"][1] == OWN
             if name in ranks and not is_own and not each["is_p2p"] and each["thread_id"] not in others:
-                group = f"{kind} {name.replace('/', '_')} {ranks[name][0]} {len(ranks[name])}"
+                group = f"{backend} {name} {ranks[name][0]} {len(ranks[name])}".replace("/", "_")
                 of = found.setdefault(group, {})
                 of.setdefault(int(each["collective_seq_id"]), int(each["time_created_ns"]))
     return found
@@ -273,20 +282,31 @@ class Sampler:
         self._publish(json.dumps({"schema": 1, "step": at_step, "step_us": step_us, "windows": windows}))
 
 
-def _dumped(collectives: bool) -> "list[tuple[int, Entry]]":
-    """Return what each recorder says, with its number. collectives: with the collectives themselves."""
-    return [(kind, json.loads(dump(includeCollectives=collectives, onlyActive=True))) for kind, dump in _recorders()]
+def _dumped(collectives: bool) -> "list[tuple[str, Entry]]":
+    """Return what each recorder that knows ends says, with its backend. collectives: with the collectives themselves."""
+    asked = _recorders(that_know_ends=True)
+    return [(backend, json.loads(dump(includeCollectives=collectives, onlyActive=True))) for backend, dump in asked]
 
 
-def _recorders() -> "list[tuple[int, Callable[..., bytes | str]]]":
-    """Return what dumps each recorder of this torch, with its number, the same on all ranks."""
+def _recorders(that_know_ends: bool) -> "list[tuple[str, Callable[..., bytes | str]]]":
+    """Return what dumps each recorder of this torch, with the name of its backend.
+
+    that_know_ends: only those that know when a collective has completed.
+    """
     c10d = sys.modules.get("torch._C._distributed_c10d")
-    found = [(kind, dump) for kind, name in enumerate(_DUMPS) if (dump := getattr(c10d, name, None)) is not None]
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    if getattr(world, "pg_flight_recorder_hooks", None):
+    found = [(backend, dump) for backend, name in _DUMPS.items() if (dump := getattr(c10d, name, None)) is not None]
+    if hooked := _hooked(that_know_ends):
         dump = c10d._dump_fr_trace_json  # type: ignore[union-attr]
-        found += [(kind, partial(dump, backend=name)) for kind, name in enumerate(_HOOKED, len(_DUMPS))]
+        found += [(backend, partial(dump, backend=backend)) for backend in hooked]
     return found
+
+
+def _hooked(that_know_ends: bool) -> list[str]:
+    """Return the backends that torch's hook records in this process. that_know_ends: as in `_recorders`."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    groups = list(getattr(world, "pg_flight_recorder_hooks", ()))  # a copy, as above; torch before 2.15 has none
+    backends = [group._get_backend(device) for group in groups for device in group._device_types]
+    return sorted({each.name() for each in backends if each.supports_completion_hooks or not that_know_ends} - _DUMPS.keys())
 
 
 class RecorderWatch(threading.Thread):

@@ -1,0 +1,55 @@
+"""Where the log says that torch's flight records are."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from elastic_ext.agent.hangs import DUMP_FILES, PIPE_FILE, FlightRecorder
+
+
+def test_no_record_is_named_where_nobody_is_asked(tmp_path: Path) -> None:
+    """As with nccl of torch 2.15.0, which makes no pipe."""
+    recorder = FlightRecorder(str(tmp_path), {DUMP_FILES[0]: str(tmp_path / "rank_")})
+    (tmp_path / "rank_0").write_text("of a collective that failed")
+    assert recorder.dump([0, 1]) == ""
+
+
+def test_a_record_that_was_asked_for_is_named(tmp_path: Path) -> None:
+    recorder = FlightRecorder(str(tmp_path), {})
+    pipe = f"{recorder.variables[PIPE_FILE]}1.pipe"
+    dump = f"{recorder.variables[DUMP_FILES[0]]}1"
+    os.mkfifo(pipe)
+    asked = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    os.set_blocking(asked, True)
+
+    def write_when_asked() -> None:
+        if os.read(asked, 1):
+            Path(dump).write_text("collectives")
+
+    keeper = os.open(pipe, os.O_WRONLY)  # else a read before the request would find the end of the pipe
+    rank = threading.Thread(target=write_when_asked)
+    rank.start()
+    try:
+        said = recorder.dump([0, 1])
+    finally:
+        os.close(keeper)
+        rank.join()
+        os.close(asked)
+    assert said == f"NCCL's flight records are in {dump}"
+    Path(dump).unlink()
+    recorder.close()
+
+
+def test_records_that_torch_wrote_unasked_are_named(tmp_path: Path, caplog) -> None:
+    recorder = FlightRecorder(str(tmp_path), {})
+    dumps = Path(recorder.variables[DUMP_FILES[0]]).parent
+    (dumps / "rank_0").touch()
+    recorder.close()
+    assert f"NCCL's flight records are in {dumps}" in caplog.text
+    caplog.clear()
+    (dumps / "rank_0").unlink()
+    recorder.close()
+    assert not caplog.text
+    assert not dumps.exists()

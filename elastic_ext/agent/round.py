@@ -6,12 +6,14 @@ import functools
 import logging
 import math
 import os
+import signal
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Protocol
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.metrics import put_metric
@@ -35,7 +37,7 @@ from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import limits, worker_env
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
 from elastic_ext.workers.processes import StopLimit, WorkerProcesses, build_locks, remove_build_locks
-from elastic_ext.workers.progress import EndingWorkers, ProgressTable
+from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
@@ -115,10 +117,11 @@ class RunningRound:
         for companion in self._companions:
             companion.check(self.workers)
 
-    def stop(self, grace_s: float, show_stacks: bool = True, limit: StopLimit | None = None) -> None:
+    def stop(self, grace_s: float, show_stacks: bool = True, limit: StopLimit | None = None, after_failure: bool = False) -> None:
         """Stop the workers that still run; kill those that outlive grace_s seconds.
 
-        show_stacks: before killing those, dump their stacks. limit: may shorten grace_s at any time.
+        show_stacks: before killing those, dump their stacks. limit: may shorten grace_s at any time. after_failure: whether they
+        are stopped because a worker of the job has failed; see `without_grace`.
         """
 
         def on_stragglers(local_ranks: list[int]) -> None:
@@ -127,7 +130,14 @@ class RunningRound:
 
         rows = self.workers.read_progress()
         locks = build_locks(pid for each, pid in self.workers.running_pids().items() if not (rows and rows[each].steps))
-        self.workers.processes.stop(grace_s, on_stragglers, ending=self._ending, limit=limit)
+        processes = self.workers.processes
+        exitcodes = [each.exitcode for each in processes.exits.values() if each.failed]
+        asked = set(processes.running) - self._ending.exit_codes().keys()
+        at_once = without_grace(rows, exitcodes) & asked if after_failure else frozenset[int]()
+        if at_once:
+            which = printable.ranks_in_words(self.workers.ranks[each] for each in at_once)
+            logger.info("killing %s at once: on SIGTERM, transformers would begin a save that cannot end after a failure", which)
+        processes.stop(grace_s, on_stragglers, ending=self._ending, limit=limit, at_once=at_once)
         remove_build_locks(locks)
 
     def examine_hung(self) -> Mapping[int, Stuck]:
@@ -170,6 +180,30 @@ class RunningRound:
         self.workers.processes.close()
         if self.workers.progress is not None:
             self.workers.progress.remove()
+
+
+def without_grace(workers: Sequence[Progress], exitcodes: Iterable[int | None]) -> frozenset[int]:
+    """Return which workers get no time to end after a failure, by local rank: those that would only begin a save then.
+
+    SIGTERM has Hugging Face's Trainer save after a later step, which does not come, and stay. A worker that SIGTERM itself ended
+    may be the first to notice a preemption: then all get their time.
+
+    workers: the progress of each worker of this node. exitcodes: of those that have failed.
+    """
+    if -signal.SIGTERM in exitcodes:
+        return frozenset()
+    return frozenset(local_rank for local_rank, worker in enumerate(workers) if worker.jit_saves)
+
+
+def how_to_stop(kind: EndKind, hung: bool) -> tuple[float | None, bool]:
+    """Return the arguments of `StopWorkers` for the end of a round.
+
+    A worker that waits forever cannot end cleanly, and one whose state is wrong must not save it. The loss of a node may be a
+    preemption, so it does not count as a failure.
+
+    hung: whether the workers of this node hang.
+    """
+    return 0.0 if hung or kind is EndKind.DIFFERS else None, kind is EndKind.FAILED
 
 
 # What the workers have hashed of their replicas, for comparison with those of other nodes (`integrity_every`).
@@ -248,6 +282,12 @@ class ReplicaWatch(Companion):
                 os.unlink(path)
 
 
+class StopWorkers(Protocol):
+    """Stops the workers of a round that still run, with the given grace in seconds, or the usual one for None."""
+
+    def __call__(self, grace_s: float | None = None, after_failure: bool = False) -> None: ...
+
+
 class RoundWatch:
     """Watches the workers of one round until they have finished or failed, or until the round is over."""
 
@@ -258,9 +298,8 @@ class RoundWatch:
         companions: JobCompanions,
         running: RunningRound,
         stderr: StderrTails,
-        stop: Callable[[float | None], None],
+        stop: StopWorkers,
     ) -> None:
-        """stop: stops the workers that still run, with the given grace in seconds, or the usual one for None."""
         self._agent, self._handler, self._companions = agent, handler, companions
         self._running, self._stderr, self._stop = running, stderr, stop
 
@@ -277,7 +316,7 @@ class RoundWatch:
             put_metric(f"workers.{agent.spec.role}.remaining_restarts", agent.remaining_restarts)
             put_metric(f"workers.{agent.spec.role}.{result.state.name.lower()}", 1)
             if result.state is WorkerState.UNKNOWN:  # torch has lost track of the processes; we have not
-                self._stop(None)
+                self._stop()
             if result.state is not WorkerState.HEALTHY:
                 return result
             self._running.check()
@@ -304,7 +343,7 @@ class RoundWatch:
             self._handler.part.break_off(f"workers failed on {self._handler.host}", failed=True)
             self._companions.observation.acts(self._running.failed_since())
             self._companions.host.start_asking()
-            self._stop(None)
+            self._stop(after_failure=True)
             return self._agent.close_failed()
         if self._agent.result_readers or not processes.running:
             result = self._agent.reap()
@@ -312,7 +351,7 @@ class RoundWatch:
             return result
         asleep = self._agent.asleep_in_kernel()
         if asleep is not None:
-            self._stop(None)
+            self._stop()
             return asleep
         return RunResult(WorkerState.HEALTHY)
 
@@ -329,8 +368,7 @@ class RoundWatch:
             self._companions.journal.hung(self._running.examine_hung(), quiet_since)
         differs = over.kind is EndKind.DIFFERS
         self._companions.host.links.look()  # ends beside the workers
-        # A worker that waits forever cannot end cleanly, and one whose state is wrong must not save it.
-        self._stop(0.0 if hung or differs else None)
+        self._stop(*how_to_stop(over.kind, hung))
         self._companions.observation.node.round_ended(over.reason)
         workers = self._running.workers
         elsewhere = over.kind is EndKind.FAILED

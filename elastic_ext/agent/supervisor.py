@@ -250,17 +250,19 @@ class Supervisor(TorchAgent):
         super().stop_workers()
         self._close_round()
 
-    def _stop_round(self, grace_s: float | None = None) -> None:
+    def _stop_round(self, grace_s: float | None = None, after_failure: bool = False) -> None:
         """Stop the workers that still run, once per round.
 
-        grace_s: overrides the usual grace, in seconds; the stacks of workers that outlive it are then not dumped.
+        grace_s: overrides the usual grace, in seconds; the stacks of workers that outlive it are then not dumped. after_failure:
+        whether they are stopped because a worker of the job has failed.
         """
         round_ = self._round
         if round_ is None or round_.stopped:
             return
         limit = processes.StopLimit(self._companions.wakeup, self._handler.part.stop_by)
         with self._phase("stop"):
-            round_.stop(self._grace_s if grace_s is None else grace_s, show_stacks=grace_s is None, limit=limit)
+            given_s = self._grace_s if grace_s is None else grace_s
+            round_.stop(given_s, show_stacks=grace_s is None, limit=limit, after_failure=after_failure)
         self._count_workers("stopped")
 
     def _close_round(self) -> None:

@@ -266,6 +266,7 @@ class WorkerProcesses:
         on_stragglers: Callable[[list[int]], None],
         ending: progress.EndingWorkers | None = None,
         limit: StopLimit | None = None,
+        at_once: Collection[int] = (),
     ) -> None:
         """End all workers: send SIGTERM now, and SIGKILL to those that are left after `grace_s` seconds.
 
@@ -273,10 +274,12 @@ class WorkerProcesses:
 
         on_stragglers: called with the local ranks that outlived the grace period, before they are killed. ending: workers that
         end by themselves. They do not get SIGTERM, but SIGKILL once their exit handlers are done. limit: may shorten the grace
-        period at any time.
+        period at any time. at_once: those of the other workers that get SIGKILL now.
         """
         ending_codes = ending.exit_codes() if ending is not None else {}
-        self._signal([local_rank for local_rank in self.running if local_rank not in ending_codes], signal.SIGTERM)
+        asked = [local_rank for local_rank in self.running if local_rank not in ending_codes]
+        self._signal([local_rank for local_rank in asked if local_rank not in at_once], signal.SIGTERM)
+        self._kill([local_rank for local_rank in asked if local_rank in at_once])
         self._await_all(grace_s, ending, limit)
         if stragglers := self.running:
             on_stragglers(stragglers)
@@ -284,8 +287,7 @@ class WorkerProcesses:
         # reaps them. A worker that succeeded unasked left its processes behind on purpose.
         ended_well = {rank for rank, exit_ in self.exits.items() if not exit_.failed and exit_.stop_sent_ns is None}
         groups = [rank for rank in self._pidfds if rank not in ended_well]
-        self._kill_all_but_trackers(groups)
-        self._signal(groups, signal.SIGKILL)
+        self._kill(groups)
         self._await_all(max(grace_s, 1.0))
         self.stopped = True
         for local_rank in self.running:
@@ -316,6 +318,10 @@ class WorkerProcesses:
         self._cut_short.update(past)
         self._only_cut_short |= past.keys() - self._stop_sent_ns.keys()
         self._signal([rank for rank in past if signal.SIGKILL not in self._sent.get(rank, ())], signal.SIGKILL)
+
+    def _kill(self, local_ranks: Collection[int]) -> None:
+        self._kill_all_but_trackers(local_ranks)
+        self._signal(local_ranks, signal.SIGKILL)
 
     def _kill_all_but_trackers(self, local_ranks: Collection[int]) -> None:
         """Where a worker has resource trackers, kill the rest of its group, and wait for them: see `reaper.is_tracker`."""

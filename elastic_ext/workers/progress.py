@@ -157,6 +157,7 @@ class Progress:
     outstanding_at_ns: int = _count(layout.OUTSTANDING_AT_NS)
     outstanding_begun: bool = _flag(layout.OUTSTANDING_BEGUN)
     samples: int = _count(layout.SAMPLES)
+    jit_saves: bool = _flag(layout.JIT_SAVES)  # its handler of SIGTERM is transformers' own, for a just-in-time save
 
     @property
     def stepping_s(self) -> float:

@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 10. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 11. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,7 +10,7 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 10
+VERSION = 11
 ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
@@ -93,9 +93,10 @@ OUTSTANDING_NS = COPIES + 9  # since when a collective of this worker has been o
 OUTSTANDING_AT_NS = COPIES + 10  # when that was last read
 OUTSTANDING_BEGUN = COPIES + 11  # 1: it does not wait for the worker's own device
 SAMPLES = COPIES + 12  # samples of when this worker issued its collectives, written to worker_env.issued_path
+JIT_SAVES = COPIES + 13  # 1: SIGTERM only begins transformers' just-in-time save; see `runner.saves_just_in_time`
 
 # Written by the agent.
-AGENT_FIELDS = COPIES + 13
+AGENT_FIELDS = COPIES + 14
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 REPEATED = AGENT_FIELDS + 1  # how many of the first steps were done before the restart
 
@@ -142,3 +143,4 @@ def end(row: memoryview, now_ns: int) -> None:
         settle(row, now_ns)
         row[DOING] = 0
     row[PHASE] = PHASES.index("exit")
+    row[JIT_SAVES] = 0  # what the script has left to do at its exit may get its time

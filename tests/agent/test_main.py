@@ -1,20 +1,24 @@
 """`python -m elastic_ext.agent`: every torchrun option, our defaults, clear errors."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import urllib.request
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 from elastic_ext.agent import __main__, plugin
 from elastic_ext.base.errors import UsageError
 from tests.jobs import AGENT, EXT, SCRIPTS, Gate, Job, environment, run
+from tests.reference import DOCS
 from tests.until import LIMIT_S, until
 
 GLOO = str(SCRIPTS / "gloo_job.py")
+OPTION = re.compile(r"`(--[a-z-]+)")
 PLAIN = str(SCRIPTS / "plain_job.py")
 
 
@@ -27,6 +31,33 @@ def test_it_takes_every_option_of_torchrun():
     ours = {option for action in __main__.parser()._actions for option in action.option_strings}
     assert theirs
     assert theirs == ours
+
+
+# Options of which older versions of torch know nothing, and the first minor version of 2 that has each, at the latest.
+NEWER = {
+    "--duplicate-stdout-filters": 13,
+    "--duplicate-stderr-filters": 13,
+    "--numa-binding": 13,
+    "--shutdown-timeout": 13,
+    "--signals-to-handle": 13,
+    "--virtual-local-rank": 13,
+    "--log-line-prefix-template": 14,
+    "--print-completion": 14,
+    "--exit-barrier-timeout": 16,
+}
+
+
+def test_the_page_names_every_option_of_torchrun():
+    """A newer torch with another option fails here: find out what it means with our agent, and write that down."""
+    section = (DOCS / "README.md").read_text().partition("| option of torchrun |")[2].partition("And in a script:")[0]
+    rows, _, others = section.partition("The others are as in torchrun:")
+    documented = {each for row in rows.splitlines() for each in OPTION.findall(row.split("|")[1] if "|" in row else "")}
+    documented |= set(OPTION.findall(others))
+    theirs = {option for action in get_args_parser()._actions for option in action.option_strings}
+    theirs = {option for option in theirs if option.startswith("--") and "_" not in option} - {"--help"}
+    assert theirs - documented == set()
+    minor = int(torch.__version__.split(".")[1])
+    assert {option for option in documented - theirs if NEWER.get(option, 0) <= minor} == set()
 
 
 def test_defaults_and_standalone():

@@ -12,12 +12,13 @@ from torch.distributed.elastic.agent.server.api import WorkerState
 
 from elastic_ext.agent.companion import LocalWorkers
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.round import RunningRound
+from elastic_ext.agent.round import RunningRound, how_to_stop, without_grace
 from elastic_ext.agent.verdicts import failed_workers
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.agreement import Resumption
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostEvidence
+from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable, WakePipe
@@ -125,6 +126,36 @@ def test_an_interrupted_release_of_the_pin_is_repeated():
     point.release()
     point.release()
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("jit", "exitcodes", "at_once"),
+    [
+        ((True, False, True), (1,), {0, 2}),
+        ((True, True), (-signal.SIGKILL, None), {0, 1}),
+        ((True, True), (), {0, 1}),  # it is about to end, or failed elsewhere
+        ((True, True), (1, -signal.SIGTERM), set()),
+        ((False, False), (1,), set()),
+        ((), (1,), set()),  # there is no table
+    ],
+)
+def test_who_gets_no_time_after_a_failure(jit, exitcodes, at_once):
+    assert without_grace([Progress(jit_saves=each) for each in jit], exitcodes) == at_once
+
+
+@pytest.mark.parametrize(
+    ("kind", "hung", "stop"),
+    [
+        (EndKind.FAILED, False, (None, True)),
+        (EndKind.BROKEN, False, (None, False)),  # another node was preempted, say
+        (EndKind.CLOSED, False, (None, False)),
+        (EndKind.DIFFERS, False, (0.0, False)),
+        (EndKind.STALLED, False, (None, False)),
+        (EndKind.STALLED, True, (0.0, False)),
+    ],
+)
+def test_how_a_rounds_end_stops_its_workers(kind, hung, stop):
+    assert how_to_stop(kind, hung) == stop
 
 
 def test_rows_of_the_metrics():

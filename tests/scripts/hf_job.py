@@ -1,11 +1,14 @@
 """A job as users of Hugging Face's Trainer write it, with a tiny random model, and our callback.
 
-hf_job.py DIR STEPS     $KILL=RANK:STEP: that rank is killed once, when its step STEP begins; $BEST: save what evaluates best
+hf_job.py DIR STEPS     $KILL=RANK:STEP: that rank is killed once, when its step STEP begins; $STAY: likewise, it stays there.
+    $BEST: save what evaluates best. $EVERY: save every so many steps. $JIT: the Trainer's own save before it leaves, instead of
+    ours; if it is "torn", the worker is killed at the end of that save.
 """
 
 import os
 import signal
 import sys
+import threading
 
 import torch
 from lines import say
@@ -35,15 +38,25 @@ def count(module, args, kwargs):
     """For the test: how many steps this process has begun."""
     global steps
     steps += module.training
-    if steps == 3:
+    if steps == 5:
         say(f"under way {rank}")
     if attempt == 0 and os.environ.get("KILL") == f"{rank}:{steps}":
         os.kill(os.getpid(), signal.SIGKILL)
+    if attempt == 0 and os.environ.get("STAY") == f"{rank}:{steps}":
+        threading.Event().wait()
+
+
+class Torn(Trainer):
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        if os.path.exists(f"{args.output_dir}/checkpoint-{self.state.global_step}/checkpoint-is-incomplete.txt"):
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=16, n_positions=LENGTH, vocab_size=WORDS))
 model.register_forward_pre_hook(count, with_kwargs=True)
+jit = os.environ.get("JIT", "")
 best = {"eval_strategy": "steps", "save_strategy": "best", "eval_steps": 2, "metric_for_best_model": "loss"}
 args = TrainingArguments(
     output_dir=sys.argv[1],
@@ -56,10 +69,13 @@ args = TrainingArguments(
     use_cpu=True,
     ddp_backend="gloo",
     ddp_find_unused_parameters=False,
-    save_steps=3,
+    save_steps=int(os.environ.get("EVERY", "3")),
     **(best if "BEST" in os.environ else {"save_strategy": "steps"}),
+    **({"enable_jit_checkpoint": True} if jit else {}),
 )
-trainer = Trainer(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), callbacks=[SaveOnDemand()])
+made = Torn if jit == "torn" else Trainer
+callbacks = [] if jit else [SaveOnDemand()]
+trainer = made(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), callbacks=callbacks)
 trainer.train(resume_from_checkpoint=elastic_ext.resume_from())
 end = trainer.state.global_step
 say(f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - steps} to {end}")

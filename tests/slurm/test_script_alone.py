@@ -220,6 +220,59 @@ def test_the_script_says_why_it_gave_up(alone: Alone) -> None:
     assert "Slurm refuses to requeue the job" in ran.out
 
 
+EXPEDITED = ANSWERS[SHOW][0].replace("Requeue=1 ", "Requeue=1 SpreadJob=Yes ExpeditedRequeue=Yes ")
+NO_REQUEUE = "scontrol update JobId=7 Requeue=0"
+
+
+@pytest.mark.parametrize(
+    ("shown", "code", "update"),
+    [
+        (EXPEDITED, 65, True),
+        (EXPEDITED, 1, True),
+        (EXPEDITED, 0, False),
+        (EXPEDITED, 75, False),
+        (EXPEDITED.replace("RUNNING", "CANCELLED"), 130, False),  # Slurm would refuse it, again and again
+        (ANSWERS[SHOW][0], 65, False),
+    ],
+    ids=["bug", "budget", "done", "requeue", "scancel", "another-slurm"],
+)
+def test_an_expedited_job_that_is_over_ends(alone: Alone, shown: str, code: int, update: bool) -> None:
+    """Slurm holds a job of --requeue=expedite in its queue where its script fails and no Epilog does."""
+    (alone.state / "code.0.n3").write_text(f"{code}\n")
+    ran = alone.run(f"exit {code}", lost=False, probe=REFUSED, answers={QUEUE: ["echo COMPLETING"], SHOW: [shown]})
+    assert ran.code == code
+    assert (NO_REQUEUE in ran.calls) == update
+    assert ("scontrol requeue 7" in ran.calls) == (code == 75)
+
+
+def test_a_verdict_left_over_ends_the_job(alone: Alone) -> None:
+    """The run that only reports it, after the loss of the script's node."""
+    (alone.state / "over").write_text("65\n")
+    (alone.state / "unreported").touch()
+    ran = alone.run("exit 0", lost=False, answers={SHOW: [EXPEDITED]})
+    assert (ran.code, ran.calls[-1]) == (65, NO_REQUEUE)
+
+
+OLD, NEW = "[--requeue] [--no-requeue]", "[--requeue[=expedite]] [--no-requeue]"
+OFF, ON = "(null)", "enable_configless,enable_expedited_requeue"
+
+
+@pytest.mark.parametrize(
+    ("usage", "parameters", "printed"),
+    [(NEW, ON, "--requeue=expedite"), (NEW, OFF, "--requeue"), (OLD, ON, "--requeue"), (OLD, OFF, "--requeue")],
+)
+def test_it_expedites_where_slurm_allows_it(tmp_path: Path, usage: str, parameters: str, printed: str) -> None:
+    """Both the sbatch here and the controller, which may be of another version. In a job's environment, too."""
+    said = {"sbatch": f"Usage: sbatch {usage}", "scontrol": f"SlurmctldParameters     = {parameters}"}
+    for name, text in said.items():
+        stub = tmp_path / name
+        stub.write_text(f"#!/bin/sh\necho '{text}'\n")
+        stub.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", SBATCH, "--requeue"], env=environ, capture_output=True, text=True, timeout=LIMIT_S, check=True)
+    assert (done.stdout, done.stderr) == (f"{printed}\n", "")
+
+
 def test_a_task_of_an_array_names_itself(alone: Alone) -> None:
     """SLURM_JOB_ID of the last task is the array's: a requeue of that would be one of all tasks."""
     (alone.state / "code.0.n3").write_text("69\n")

@@ -544,6 +544,45 @@ def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool
     assert worker.error["elastic_ext"]["first_step_done"] is train
 
 
+HANDLERS = """
+import json, os, signal, sys, torch
+from transformers.trainer_jit_checkpoint import CheckpointManager
+weight = torch.nn.Parameter(torch.ones(1))
+weight.grad = torch.ones(1)
+optimizer = torch.optim.SGD([weight], lr=0.1)
+message = json.loads(os.environ["ELASTIC_EXT_WORKER"])
+def reported():
+    optimizer.step()
+    with open(message["progress"], "rb") as file:
+        return memoryview(file.read()).cast("Q")[int(sys.argv[1])]
+class Another(CheckpointManager):
+    def _sigterm_handler(self, signum, frame):
+        super()._sigterm_handler(signum, frame)
+    def __call__(self, *args):
+        self._sigterm_handler(*args)
+found = [reported()]
+theirs, other = CheckpointManager(None), Another(None)
+theirs.setup_signal_handler()
+found.append(reported())
+for handler in (lambda *args: theirs._sigterm_handler(*args), other._sigterm_handler, other, signal.SIG_IGN, signal.SIG_DFL):
+    signal.signal(signal.SIGTERM, handler)
+    found.append(reported())
+theirs.setup_signal_handler()
+print(*found, reported())
+"""
+
+
+@pytest.mark.seam
+def test_the_agent_knows_of_transformers_own_handler(tmp_path: Path, worker: Worker) -> None:
+    """At each step, and only while it is installed itself: one that calls it may do more."""
+    pytest.importorskip("transformers", "5.0")
+    (tmp_path / "script.py").write_text(HANDLERS)
+    at = FIELDS + progress_layout.JIT_SAVES
+    code, out, err = run(["script.py", str(at)], tmp_path, worker.environ)
+    assert (code, out.split()) == (0, ["0", "1", "0", "0", "0", "0", "0", "1"]), err
+    assert worker.row()[progress_layout.JIT_SAVES] == 0  # the script is over: what is left to do gets its time
+
+
 NO_MORE_THREADS = """
 import threading, torch
 def start(self): raise RuntimeError("can't start new thread")

@@ -33,8 +33,8 @@ class Limit(Wakeup):
         return self.at
 
 
-def stop(workers, on_stragglers=lambda ranks: None, limit=None):
-    workers.stop(GRACE_S, on_stragglers, limit=limit)
+def stop(workers, on_stragglers=lambda ranks: None, limit=None, at_once=()):
+    workers.stop(GRACE_S, on_stragglers, limit=limit, at_once=at_once)
 
 
 @pytest.fixture
@@ -105,6 +105,17 @@ def test_one_already_ending_has_ended_on_its_own(start, slowly):
     stop(workers)
     assert workers.exits[0].exitcode == 14
     assert not workers.exits[0].ended_by_agent(None)
+    workers.close()
+
+
+def test_only_some_workers_get_time_to_end(start):
+    children = [start(ON_TERM.format("None")), start(ON_TERM.format("os._exit(7)"))]
+    workers = WorkerProcesses({rank: child.pid for rank, child in enumerate(children)}, own_groups=True)
+    shown = []
+    stop(workers, shown.append, at_once={0})
+    assert {rank: exit_.exitcode for rank, exit_ in workers.exits.items()} == {0: -signal.SIGKILL, 1: 7}
+    assert all(exit_.ended_by_agent(None) for exit_ in workers.exits.values())
+    assert shown == []
     workers.close()
 
 

@@ -24,7 +24,17 @@ from typing import IO
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, checksum, decode
 from elastic_ext.checkpoints.formats import candidates, layouts, single_files
-from elastic_ext.checkpoints.formats.candidates import DCP, OWN, SAVED_MODEL, TORCH_SAVE, UNKNOWN, Content, Format, Inspection
+from elastic_ext.checkpoints.formats.candidates import (
+    DCP,
+    HUGGING_FACE,
+    OWN,
+    SAVED_MODEL,
+    TORCH_SAVE,
+    UNKNOWN,
+    Content,
+    Format,
+    Inspection,
+)
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, thread_pool
 
 ENTRY_POINTS = "elastic_ext.formats"
@@ -125,6 +135,8 @@ def _check_directory(storage: Storage, entry: Entry, named: bool) -> Inspection:
     # Links to directories are not followed, see `files_of`. Unusable entries do not count.
     content = [item for item in storage.entries(entry.name) if not item.unusable and not (item.is_link and item.is_dir)]
     names = [item.name for item in content]
+    if layouts.UNFINISHED in names:
+        return Inspection(False, HUGGING_FACE, f"{layouts.UNFINISHED} is there: the save did not finish")
     for matches, check_format in _DIRECTORY_FORMATS:
         if matches(entry.name, names):
             return check_format(storage, entry, content)

@@ -137,6 +137,9 @@ INDEX_SUFFIX = ".index.json"
 _CHECKED = (*candidates.TORCH_SAVE_SUFFIXES, ".pkl", SAFETENSORS_SUFFIX)
 _FOREIGN = Inspection(True, UNKNOWN, "not of torch.save", training=False)  # other programs use its suffixes too
 STATE = "trainer_state.json"  # of Hugging Face's Trainer, which writes it last
+UNFINISHED = "checkpoint-is-incomplete.txt"
+"""Of the same, with `enable_jit_checkpoint`: there while that save writes, maybe over an older one of the same step
+(`CheckpointManager.execute_jit_checkpoint` in transformers/trainer_jit_checkpoint.py, 5.0 to 5.24)."""
 _LAST = ("latest", STATE)  # "latest": of DeepSpeed, which writes it once all ranks are done
 
 # Files with the state of an optimizer, by their paths; and files whose `step` is not that of the training.

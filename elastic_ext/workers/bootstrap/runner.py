@@ -162,6 +162,7 @@ class _Reports:
             return
 
         def publish(since_ns: int, now_ns: int, has_begun: bool) -> None:
+            look_at_sigterm(row)
             row[layout.OUTSTANDING_BEGUN] = has_begun
             row[layout.OUTSTANDING_NS], row[layout.OUTSTANDING_AT_NS] = since_ns, now_ns
 
@@ -239,6 +240,23 @@ class _Reports:
 
 
 _reports = _Reports()
+
+
+def look_at_sigterm(row: memoryview) -> None:
+    """Report what SIGTERM would do now: a script may install another handler at any time, without any event."""
+    over = row[layout.PHASE] == layout.PHASES.index("exit")
+    row[layout.JIT_SAVES] = not over and saves_just_in_time(_signal.getsignal(_signal.SIGTERM))
+
+
+def saves_just_in_time(handler: object) -> bool:
+    """Return whether this handler of SIGTERM is that of Hugging Face's Trainer (`enable_jit_checkpoint`), not one that calls it.
+
+    It has the Trainer save after a later step and leaves the process running (`CheckpointManager` in
+    transformers/trainer_jit_checkpoint.py, 5.0 to 5.24). After a failure in the job no later step comes.
+    """
+    manager = getattr(sys.modules.get("transformers.trainer_jit_checkpoint"), "CheckpointManager", None)
+    theirs = getattr(manager, "_sigterm_handler", None)
+    return theirs is not None and getattr(handler, "__func__", None) is theirs
 
 
 def _exit_code(code: object) -> int:
@@ -456,6 +474,7 @@ class _StepCounter:
             layout.settle(self._row, now)
             self._row[layout.LAST_STEP_NS] = now
             self._row[layout.STEPS] += 1
+            look_at_sigterm(self._row)
             _reports.stepped(self._row[layout.STEPS], optimizer)
 
 

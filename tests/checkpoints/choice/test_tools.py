@@ -85,6 +85,21 @@ def test_a_torn_checkpoint_of_each_tool(tmp_path: Path, tool, damage) -> None:
     assert name.format(200) in reasons(tmp_path)
 
 
+def test_the_trainers_own_mark_of_torn_ones(tmp_path: Path, tool) -> None:
+    """Its just-in-time save leaves it where it was killed, even if it came to write all the rest, over a whole checkpoint."""
+    name, make, _, _ = tool
+    for step in (100, 200):
+        make(tmp_path / name.format(step), step)
+    mark = tmp_path / name.format(200) / "checkpoint-is-incomplete.txt"
+    mark.touch()
+    said = {name.format(200): f"{mark.name} is there: the save did not finish"}
+    for _ in ("all the rest", "nothing else"):
+        assert (chosen(tmp_path), reasons(tmp_path)) == ((name.format(100), 100), said)
+        assert chosen(tmp_path, pattern=f"{name.partition('{')[0]}*") == (name.format(100), 100)
+        shutil.rmtree(mark.parent)
+        text(mark, "in progress")
+
+
 def test_what_is_said_of_torn_ones(tmp_path: Path) -> None:
     """Of what the tool itself writes last, never of another tool's file."""
     written_last = {"accelerate": "random_states_0.pkl", "nanotron": "checkpoint_metadata.json", "trainer": "trainer_state.json"}

@@ -17,7 +17,7 @@ from elastic_ext.base.errors import EX_TRY_AGAIN
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
-from elastic_ext.failures.evidence import Evidence, EvidenceView, RaisedException, SearchText, Wrapped, first_of
+from elastic_ext.failures.evidence import Evidence, EvidenceView, RaisedException, SearchText, Wrapped, contains
 from elastic_ext.failures.rules import (
     ACCESS,
     COUNTS_AS,
@@ -34,20 +34,20 @@ from elastic_ext.failures.rules import (
     Rule,
     held_by_another_process,
 )
-from elastic_ext.failures.torch_texts import WATCHDOG_ENDS_IT
+from elastic_ext.failures.torch_texts import ABORT_LINES, LAST_ERROR, OWN_LINES, WATCHDOG_ENDS_IT
 from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
 MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched
 MAX_SHOWN = 300  # characters of a message in a reason
-NCCL_LAST_ERROR = "NCCL Last Error: "  # before NCCL's own words, in exceptions of nccl2
-_LAST_ERROR = re.compile(rf"Last error:\n|{NCCL_LAST_ERROR}")
+_LAST_ERROR = re.compile("Last error:\n|NCCL Last Error: ")  # before NCCL's own words
 _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 
 # These signals come from outside Python, so a traceback on stderr may not be why the process ended.
 _NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
+_BACKEND_ERROR = frozenset({"torch.distributed.DistBackendError", "DistBackendError"})
 _BEHIND_A_SIGNAL = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a signal can come from
 
 
@@ -87,9 +87,11 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
     # A script that leaves by sys.exit("text") has printed the error before.
     recorded = evidence.exception is not None and evidence.exception.type != "SystemExit"
     evidence = _with_signal(evidence)
+    of_backend = _lines_of_backend(evidence)
+    aborts = worker_signal(evidence) == "SIGABRT" and contains(SearchText(of_backend), ABORT_LINES)
     of_watchdog = _words_of_watchdog(evidence)
-    evidence = _completed(evidence, ended_by_script=not of_watchdog)
-    rule = _first_match(evidence, recorded, of_watchdog, user_rules)
+    evidence = _completed(evidence, ended_by_script=not (of_watchdog or aborts))
+    rule = _first_match(evidence, recorded, Said(of_watchdog, of_backend, aborts), user_rules)
     return Diagnosis(
         rule.kind,
         rule.response,
@@ -114,8 +116,17 @@ def _fingerprint(evidence: Evidence, rule: str) -> str:
     return of_exit(rule, ended_by(evidence))
 
 
-def _first_match(evidence: Evidence, recorded: bool, of_watchdog: str, user_rules: Iterable[UserRule]) -> Rule | UserRule:
-    """recorded: the script's exception is known for sure, rather than found on stderr. of_watchdog: see `_words_of_watchdog`."""
+@dataclass(frozen=True)
+class Said:
+    """What torch's collective backends have printed about the end of the process."""
+
+    watchdog: str  # see `_words_of_watchdog`
+    backend: str  # see `_lines_of_backend`
+    aborts: bool  # whether one of these lines says that the backend aborts the process, and SIGABRT has ended it
+
+
+def _first_match(evidence: Evidence, recorded: bool, said: Said, user_rules: Iterable[UserRule]) -> Rule | UserRule:
+    """recorded: the script's exception is known for sure, rather than found on stderr."""
     exception = evidence.exception
     names = exception_names(exception)
     signal_name = worker_signal(evidence)
@@ -123,8 +134,8 @@ def _first_match(evidence: Evidence, recorded: bool, of_watchdog: str, user_rule
     printed = evidence.stderr_tail[len(message) - MAX_TEXT :]
     tail = _of_script(printed)
 
-    def view(names: frozenset[str], *texts: str, errno: int | None = None) -> EvidenceView:
-        return EvidenceView(evidence, names, SearchText("\n".join(filter(None, texts))), signal_name, errno)
+    def view(names: frozenset[str], *texts: str, errno: int | None = None, raised: bool = False) -> EvidenceView:
+        return EvidenceView(evidence, names, SearchText("\n".join(filter(None, texts))), signal_name, errno, raised)
 
     everything = view(names, message, tail)
     for rule in _BY_TIER[STOP_REQUESTED]:
@@ -136,18 +147,25 @@ def _first_match(evidence: Evidence, recorded: bool, of_watchdog: str, user_rule
             return user_rule
     if found := _first(everything, _BY_TIER[HARDWARE_EVIDENCE]):
         return found
-    chain = [view(exception_names(each), _ends(each.message), errno=_errno(each)) for each in _chain(exception)]
+    # What a backend says as it fails is an exception of its own.
+    by_backend = _first(view(_BACKEND_ERROR, said.backend, raised=True), _BY_TIER[PROGRAM_OUTPUT]) if said.backend else None
+    chain = [view(exception_names(each), _ends(each.message), errno=_errno(each), raised=True) for each in _chain(exception)]
     # What is inside counts: a wrapper says what the script was doing. But a bug in handling an error is a bug.
     matches = [match for seen in chain if (match := _first(seen, _BY_TIER[PROGRAM_OUTPUT]))]
     if matches:
         refused = [rule for rule in matches if rule.name in ACCESS]  # the client of a server that refuses has errors of its own
-        return (refused or [rule for rule in reversed(matches) if rule.kind != CODE] or matches)[0]
+        found = (refused or [rule for rule in reversed(matches) if rule.kind != CODE] or matches)[0]
+        # The exception that follows may only say that the operation has failed.
+        return by_backend if by_backend and found.response is Response.FOLLOW else found
     # Then what was being handled when it was raised, and the rest of stderr.
-    if exception and exception.causes and (found := _first(view(frozenset(), *exception.causes), _BY_TIER[PROGRAM_OUTPUT])):
+    handled = view(frozenset(), *exception.causes, raised=True) if exception and exception.causes else None
+    if handled and (found := _first(handled, _BY_TIER[PROGRAM_OUTPUT])):
         return found
+    if by_backend and said.aborts:
+        return by_backend
     if tail or not exception:
         printed_too = replace(everything, exception_names=frozenset())
-        at_abort = replace(printed_too, text=SearchText(of_watchdog)) if of_watchdog else printed_too
+        at_abort = replace(printed_too, text=SearchText(said.watchdog)) if said.watchdog else printed_too
         for rule in _rules_for_stderr(evidence, recorded):
             if rule.matches(at_abort if rule.survivable else printed_too):
                 return rule
@@ -215,7 +233,7 @@ def _completed(evidence: Evidence, ended_by_script: bool) -> Evidence:
 
 
 def _words_of_watchdog(evidence: Evidence) -> str:
-    """Return the end of stderr, from where a thread of a collective backend says that it aborts the process; "" if none does.
+    """Return the end of stderr, from where a thread of the older backend says that it aborts the process; "" if none does.
 
     The script has survived any traceback before it, such as that of a tracker's thread: else its error file would name the
     exception.
@@ -224,8 +242,23 @@ def _words_of_watchdog(evidence: Evidence) -> str:
         return ""
     tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
     behind = tail[max(tail.rfind(HEADER), 0) :]
-    at = first_of(SearchText(behind), WATCHDOG_ENDS_IT)
+    lower = SearchText(behind).ascii  # as long as `behind`
+    at = next((found for text in WATCHDOG_ENDS_IT if (found := lower.find(text)) >= 0), -1)
     return behind[at:] if at >= 0 else ""
+
+
+def _lines_of_backend(evidence: Evidence) -> str:
+    """Return the lines by which nccl2, and torch's watchdog in Python, say that they fail, and why; "" if they do not.
+
+    Nothing else that was printed says why: other threads go on for up to 15 s after the last of these lines.
+    """
+    text = SearchText(tail := _of_script(evidence.stderr_tail[-MAX_TEXT:]))
+    if not contains(text, OWN_LINES):
+        return ""
+    lines, plain = tail.split("\n"), text.ascii.split("\n")  # as many
+    own = {number for number, line in enumerate(plain) if any(all(part in line for part in parts) for parts in OWN_LINES)}
+    own |= {number + 1 for number in own if LAST_ERROR in "".join(plain[number + 1 : number + 2])}
+    return "\n".join(lines[number] for number in sorted(own))
 
 
 def _bare(name: str) -> str:
@@ -315,7 +348,7 @@ def _more(names: Sequence[str]) -> str:
 
 def _gist(message: str) -> str:
     """Return the first line, and what NCCL reports as its last error."""
-    said = _LAST_ERROR.search(message)
+    said = _LAST_ERROR.search(message, 0, MAX_MESSAGE)
     line, last = first_line(message).rstrip(), first_line(message[said.end() :]) if said else ""
     return f"{line} ({last})" if last else line
 
@@ -413,7 +446,7 @@ def _continued(lines: list[str]) -> list[str]:
     """Return the lines that go on with a message: those with an indent, and NCCL's last error, as nccl2 adds it."""
     found = []
     for line in lines:
-        if line[:1] not in (" ", "\t") and not line.startswith(NCCL_LAST_ERROR):
+        if line[:1] not in (" ", "\t") and not line.lower().startswith(LAST_ERROR):
             break
         found.append(line[:MAX_LINE].rstrip())
     return found

@@ -280,6 +280,7 @@ class EvidenceView:
     text: SearchText  # the text in which a rule's texts are searched
     signal: str | None  # the signal that ended the worker; exit code 128+N counts as signal N
     errno: int | None = None
+    raised: bool = False  # whether the text is what an exception says, rather than all that was printed
 
 
 class SearchText:
@@ -301,27 +302,19 @@ class SearchText:
 
 def contains(text: SearchText, wanted: tuple[Text, ...]) -> bool:
     """Return whether one of the wanted texts occurs; a tuple occurs if one line holds all of its texts."""
-    return any(one in text if isinstance(one, str) else _line_with(text.ascii, one) >= 0 for one in wanted)
+    return any(one in text if isinstance(one, str) else _in_one_line(text.ascii, one) for one in wanted)
 
 
-def first_of(text: SearchText, wanted: tuple[Text, ...]) -> int:
-    """Return where the first of the wanted texts begins, for a tuple the line that holds it; -1: none occurs."""
-    found = (text.ascii.find(one) if isinstance(one, str) else _line_with(text.ascii, one) for one in wanted)
-    return min((at for at in found if at >= 0), default=-1)
-
-
-def _line_with(text: str, parts: tuple[str, ...]) -> int:
-    """Return where the first line begins that holds all parts; -1: there is none."""
+def _in_one_line(text: str, parts: tuple[str, ...]) -> bool:
     if not all(part in text for part in parts):
-        return -1
+        return False
     rarest, *others = parts
     at = text.find(rarest)
     while at >= 0:
         end = text.find("\n", at)
         end = len(text) if end < 0 else end
-        begin = text.rfind("\n", 0, at) + 1
-        line = text[begin:end]
+        line = text[text.rfind("\n", 0, at) + 1 : end]
         if all(part in line for part in others):
-            return begin
+            return True
         at = text.find(rarest, end)
-    return -1
+    return False

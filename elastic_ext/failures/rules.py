@@ -58,6 +58,7 @@ class Rule:
     exceptions: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
     texts: tuple[Text, ...] = ()
+    messages: tuple[Text, ...] = ()  # texts that count only in what an exception says: torch logs them, too, and goes on
     exit_codes: frozenset[int] = frozenset()
     signals: frozenset[str] = frozenset()
     xids: frozenset[int] = frozenset()
@@ -70,7 +71,10 @@ class Rule:
 
     def matches(self, view: EvidenceView) -> bool:
         """Return whether at least one of the named conditions holds, and also `when`."""
-        return (self._has_names(view) or contains(view.text, self.texts)) and (self.when is None or self.when(view))
+        return (self._has_names(view) or self._is_said(view)) and (self.when is None or self.when(view))
+
+    def _is_said(self, view: EvidenceView) -> bool:
+        return contains(view.text, self.texts) or (view.raised and contains(view.text, self.messages))
 
     def _has_names(self, view: EvidenceView) -> bool:
         evidence = view.evidence
@@ -87,7 +91,9 @@ class Rule:
     @property
     def _names_nothing(self) -> bool:
         """Whether the rule has no condition except `when`, which then decides alone."""
-        named = (self.exceptions, self.packages, self.texts, self.exit_codes, self.signals, self.xids, self.errnos)
+        named = (
+            self.exceptions, self.packages, self.texts, self.messages, self.exit_codes, self.signals, self.xids, self.errnos,
+        )  # fmt: skip
         return not any(named)
 
 
@@ -448,6 +454,10 @@ _CACHES = (
     "/.triton/", "/torchinductor_", "/torch_extensions/", "/.cache/", ".incomplete", "/index-cache/", "_idx.npy", "_index.npy",
 )  # fmt: skip
 _NOT_AS_EXPECTED = ("no such file or directory", "failed to open local file", "file exists", "directory not empty")
+_MISUSE_OF_DDP: tuple[Text, ...] = (
+    "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",
+    ("params", "appears not to match"), "same model across all ranks",
+)  # fmt: skip
 _AT_START = "before the first optimizer step: it would recur on every try"
 
 TIER_3 = (
@@ -542,8 +552,7 @@ TIER_3 = (
                 "cublas_status_execution_failed", "cublas_status_internal_error", "cusolver_status_internal_error",
                 "cufft_internal_error", "hw exception by gpu", "hsa_status_error", "nvlink or a hardware error",
                 "cudnn_status_mapping_error", "error containment", "device_lost", "error code is 507018",
-                *torch_texts.keys(torch_texts.GPU_LAUNCH),
-                ("unhandled cuda error", "nccl")), when=lambda view: not _illegal_access(view)),
+                *torch_texts.keys(torch_texts.GPU_LAUNCH, printed=True)), when=lambda view: not _illegal_access(view)),
     _program("gpu-not-ready", HARDWARE, RESTART, "the GPU is held by another process, or its driver is not ready",
          texts=("is/are busy or unavailable", "no cuda-capable device is detected", "no rocm-capable device is detected",
                 "no cuda gpus are available", "no hip gpus are available", "found no nvidia driver", "system not yet initialized",
@@ -562,20 +571,21 @@ TIER_3 = (
          exceptions=_names("torch.AcceleratorError AcceleratorError"),
          texts=("an illegal memory access", "device-side assert triggered", "illegal address", "cuda error:", "hip error:",
                 "cuda driver error:", "triton error [cuda]", "memory access fault by gpu")),
-    _program("collective-misuse", CODE, CONFIRM, "the ranks did not call the same collectives in the same way",
-         texts=(*torch_texts.keys(torch_texts.MISUSE), "ncclinvalidusage", "ncclinvalidargument", ("nccl error", "invalid usage"),
-                "mismatch between collectives",
-                "expected to have finished reduction", "marked as ready twice", "mark a variable ready only once",
-                ("params", "appears not to match"), "same model across all ranks", "mismatched nccl version",
-                "op.preamble.length"), when=lambda view: torch_texts.REVOKED not in view.text),
+    _program(torch_texts.MISUSE, CODE, CONFIRM,
+         "the ranks did not call the same collectives in the same way, or the library refuses how they use it",
+         texts=(*_MISUSE_OF_DDP, *torch_texts.keys(torch_texts.MISUSE, printed=True), "ncclinvalidusage", "ncclinvalidargument",
+                ("nccl error", "invalid usage"), "mismatch between collectives", "mismatched nccl version", "op.preamble.length"),
+         messages=torch_texts.keys(torch_texts.MISUSE, printed=False),
+         when=lambda view: contains(view.text, _MISUSE_OF_DDP) or not contains(view.text, torch_texts.GROUP_GONE)),
     _program(INTERFACE, CASCADE, Response.FOLLOW,
          "if no other worker failed, the workers cannot connect to each other: set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME "
          "to the interface of the "
          "network between the nodes", texts=_NOT_CONNECTED, when=_not_after_first_step, survivable=True),
-    _program("peer-gone", CASCADE, Response.FOLLOW,
+    _program(torch_texts.PEER_GONE, CASCADE, Response.FOLLOW,
          "a peer disappeared during a collective, or did not come in time; the cause is elsewhere", "T",
          exceptions=_names("DistBackendError DistStoreError"),
-         texts=(*torch_texts.keys(torch_texts.PEER_GONE), torch_texts.TERMINATED,
+         messages=torch_texts.keys(torch_texts.PEER_GONE, printed=False),
+         texts=(*torch_texts.keys(torch_texts.PEER_GONE, printed=True), *torch_texts.TERMINATED,
                 ("remote process exited", "nccl"), "store based barrier", "monitoredbarrier", "watchdog hang",
                 "heartbeat monitor timed out", "transport retry count exceeded", "hccl function error",
                 "connectfullmesh failed", ("deepep error", "timeout"),

@@ -68,7 +68,7 @@ def ends(done: dict[str, Finished]) -> dict[str, int]:
 @as_root
 @pytest.mark.parametrize("backend", [pytest.param("nccl2", marks=pytest.mark.seam), "nccl-legacy"])
 def test_a_rank_that_hangs_twice_ends_no_job(tmp_path, stack, server, backend):
-    """Not even at one step: the ranks that abort are on two nodes then, as they would be with a bug."""
+    """Not even at one step: the rank that aborts is on one node first, then on the other, as with a bug."""
     agents = Agents(tmp_path, stack, server.endpoint, WORDS[backend]["timeout"], "hang")
     agents.start("ab", "2")
     done = agents.finish("ab")

@@ -1,7 +1,7 @@
 """A job whose ranks end as a collective backend of NCCL ends them: they print its words, $WORDS, and call abort().
 
 aborting_job.py SCENARIO     what happens in the first tries; then the job ends well
-    hang    rank 1 stands still in two tries, and the timeout of the others ends them
+    hang    another rank stands still in each of two tries, and the timeout of the other one ends it
     lost    rank 2 is gone with its node, once the test has ended that
     xid     rank 2 has lost its GPU: the driver says so in the kernel log
 """
@@ -40,7 +40,7 @@ def end() -> NoReturn:
 
 
 if scenario == "hang" and attempt < 2:
-    if rank == 1:
+    if rank == attempt:
         signal.pause()
     end()
 if scenario in ("lost", "xid") and attempt == 0:

@@ -18,6 +18,7 @@ from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
 from elastic_ext.status import job_status
 from elastic_ext.telemetry import families
+from tests import versions
 from tests.jobs import ROOT
 
 DOCS = ROOT / "elastic_ext" / "docs"
@@ -89,6 +90,10 @@ def goodput_states() -> str:
     return table(("state", "what"), [(f"`{state}`", what) for state, what in goodput.STATES.items()])
 
 
+def torch_and_python() -> str:
+    return table(("torch", "Python", "suite", "seam tests", "on a GPU"), versions.rows(versions.read()))
+
+
 def field_type(field: dict[str, Any]) -> str:
     types = [field["type"]] if isinstance(field["type"], str) else field["type"]
     item = field.get("items") or field.get("additionalProperties")
@@ -144,6 +149,7 @@ TABLES = {
     "goodput states": ("operations.md", goodput_states),
     "metrics": ("metric_list.md", metrics),
     "events": ("event_list.md", events),
+    "torch and Python": ("limits.md", torch_and_python),
 }
 
 
@@ -156,8 +162,13 @@ def parted(name: str) -> tuple[str, str, str]:
     return before + mark, shown, end + after
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write all tables and schemas."""
     for name, (page, make) in TABLES.items():
         before, _, after = parted(name)
         (DOCS / page).write_text(before + make() + after)
     JOB_SCHEMA.write_text(job_schema())
+
+
+if __name__ == "__main__":
+    write()

@@ -32,7 +32,7 @@ SUITE = (
     "tests/agent/test_plugin.py",
     "tests/agent/test_supervisor.py",
     "tests/agent/test_main.py",
-    "tests/base/test_torch_private.py",
+    "tests/base/test_torch_names.py",
     "tests/failures/test_torch_texts.py",
     "tests/hangs/test_recorder.py",
     "tests/rendezvous/test_etcd_jobs.py",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.base.torch_names import NEWEST_RUN
 from tests import matrix, run, versions
 from tests.jobs import ROOT
 from tests.matrix import NotRun, Pair
@@ -66,6 +67,10 @@ def test_newest_that_passed_counts_suites_alone() -> None:
     failed = dataclasses.replace(RAN, torch="2.16.0", failed=1)
     seam = dataclasses.replace(RAN, torch="2.17.0", what="seam")
     assert versions.newest_that_passed([RAN, failed, seam, dataclasses.replace(RAN, torch="2.9.1")]) == (2, 15)
+
+
+def test_the_agent_knows_the_newest_that_passed() -> None:
+    assert versions.newest_that_passed(versions.read()) == NEWEST_RUN
 
 
 @pytest.mark.parametrize(

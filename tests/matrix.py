@@ -11,6 +11,7 @@ there, of these tests and this package, is not run again. What could not be had 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -98,10 +99,10 @@ def run(pair: Pair, what: str, parts: tuple[str, ...], processes: int, again: bo
     """Run it in its environment, unless there is a result; raise NotRun if it cannot come to its end."""
     python = environment(pair)
     torch_version, python_version = json.loads(output([str(python), "-c", VERSIONS]))
-    ran = Ran(what, torch_version, python_version, today(), commit(), parts=parts)
-    if not again and (known := still_holds(ran)) is not None:
+    begun = Ran(what, torch_version, python_version, today(), commit(), parts=parts)
+    if not again and (known := still_holds(begun)) is not None:
         return known
-    if versions.series(python_version) != pair.python:
+    if begun.pair[1] != pair.python:
         raise NotRun(f"{python} is Python {python_version}; delete its environment")
     print(f"matrix: {what} on torch {torch_version}, Python {python_version}", flush=True)
     tiers = [versions.SEAM] if what == versions.SEAM else ["check", "seam", "full"]
@@ -113,9 +114,8 @@ def run(pair: Pair, what: str, parts: tuple[str, ...], processes: int, again: bo
         if code not in (0, TESTS_FAILED) or not counts.exists():
             raise NotRun(f"tests.run ended with {code}")
         fields = json.loads(counts.read_text())
-    ran = Ran(
-        what, torch_version, python_version, today(), commit(), **{**fields, "flaky": tuple(fields["flaky"]), "parts": parts}
-    )
+    at = begun.commit if commit() == begun.commit else ""  # else something was changed meanwhile
+    ran = dataclasses.replace(begun, date=today(), commit=at, **{**fields, "flaky": tuple(fields["flaky"])})
     ran.write()
     return ran
 

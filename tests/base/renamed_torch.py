@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 INSTALLED = Path(torch.__file__).parent
-ADDED = {  # what cannot be renamed: C code has the one, and the class of the other has its name, too
-    "_dump_fr_trace_json": ("distributed/__init__.py", "\nimport torch\ndel torch._C._distributed_c10d._dump_fr_trace_json\n"),
+ADDED = {  # what cannot be renamed, as C code has it, or a class has its name, too: the end of a file, without it
+    **{
+        name: ("distributed/__init__.py", f"\nimport torch\ndel torch._C._distributed_c10d.{name}\n")
+        for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+    },
     "LocalElasticAgent": ("distributed/launcher/api.py", "\nTheirAgent = LocalElasticAgent\ndel LocalElasticAgent\n"),
 }
 
@@ -21,16 +25,16 @@ def environment(folder: Path, names: Sequence[str], version: str = "") -> dict[s
 
     names: those that torch has no longer; of an attribute, without its class. version: "": that which is installed.
     """
-    added = dict(ADDED[name] for name in names if name in ADDED)
-    if version:
-        added["version.py"] = f"\n__version__ = {version!r}\n"
+    added = defaultdict(str, {"version.py": f"\n__version__ = {version!r}\n"} if version else {})
+    for path, text in (ADDED[name] for name in names if name in ADDED):
+        added[path] += text
     renamed = [name for name in names if name not in ADDED]
     words = re.compile(rf"\b({'|'.join(renamed)})\b") if renamed else None
     changed = {}
-    for path in INSTALLED.rglob("*.py") if words is not None else map(INSTALLED.joinpath, added):
-        before = path.read_text()
-        name = str(path.relative_to(INSTALLED))
-        after = (words.sub(r"new\1", before) if words is not None else before) + added.get(name, "")
+    for file in [*INSTALLED.rglob("*.py")] if words is not None else [INSTALLED / path for path in added]:
+        before = file.read_text()
+        name = str(file.relative_to(INSTALLED))
+        after = (words.sub(r"new\1", before) if words is not None else before) + added[name]
         if after != before:
             changed[Path(name)] = after
     site = folder / "site"

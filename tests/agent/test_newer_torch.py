@@ -94,6 +94,14 @@ def test_no_job_begins_without_it(each: PrivateNames, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_one_name_alone_switches_standbys_off(tmp_path: Path) -> None:
+    done = job(tmp_path, ["_stdout"], ELASTIC_EXT_STANDBY="on")
+    assert done.returncode == 0, done.all
+    name = f"{torch_names.HANDLER.module}.SubprocessHandler._stdout"
+    assert ours(done) == [f"torch {torch.__version__} has no {name}: {torch_names.HANDLER.lost}"]
+
+
+@pytest.mark.full
 def test_function_results_are_asked_for_each_second(tmp_path: Path) -> None:
     """Each is larger than its pipe: the process ends only once it is read."""
     (tmp_path / "launch.py").write_text(

@@ -43,8 +43,9 @@ lint: $(READY)
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-matrix: ## the short suite on other versions of torch and Python (gigabytes of downloads)
-	tests/matrix.sh
+# Which ones: `make matrix PAIRS="2.14:3.13 newest:3.14"`, or PAIRS="--seam 2.14:3.13" for the tests of the tier `seam` in place of the suite.
+matrix: $(READY) ## the short suite on other versions of torch and Python (gigabytes of downloads)
+	$(PY) -m tests.matrix $(PAIRS)
 
 bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and plots to benchmarks/results
 	$(PY) benchmarks/report.py --all

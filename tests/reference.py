@@ -12,12 +12,14 @@ import types
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
-from elastic_ext.base import goodput
+from elastic_ext.base import goodput, torch_names
 from elastic_ext.base.settings import Settings
+from elastic_ext.base.torch_names import PrivateNames
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES
 from elastic_ext.status import job_status
 from elastic_ext.telemetry import families
+from tests import versions
 from tests.jobs import ROOT
 
 DOCS = ROOT / "elastic_ext" / "docs"
@@ -89,6 +91,19 @@ def goodput_states() -> str:
     return table(("state", "what"), [(f"`{state}`", what) for state, what in goodput.STATES.items()])
 
 
+def torch_and_python() -> str:
+    return table(("torch", "Python", "suite", "seam tests", "on a GPU"), versions.rows(versions.read()))
+
+
+def private_names() -> str:
+    def without(each: PrivateNames) -> str:
+        since = f" (since torch {'.'.join(map(str, each.since))})" if each.since != torch_names.OLDEST else ""
+        return f"no job begins: {each.lost}{since}" if each.needed else f"{each.lost}{since}"
+
+    rows = [(f"`{each.module}`", ", ".join(f"`{name}`" for name in each.names), without(each)) for each in torch_names.NAMES]
+    return table(("module", "names", "without them"), rows)
+
+
 def field_type(field: dict[str, Any]) -> str:
     types = [field["type"]] if isinstance(field["type"], str) else field["type"]
     item = field.get("items") or field.get("additionalProperties")
@@ -144,6 +159,8 @@ TABLES = {
     "goodput states": ("operations.md", goodput_states),
     "metrics": ("metric_list.md", metrics),
     "events": ("event_list.md", events),
+    "torch and Python": ("limits.md", torch_and_python),
+    "private names": ("limits.md", private_names),
 }
 
 
@@ -156,8 +173,13 @@ def parted(name: str) -> tuple[str, str, str]:
     return before + mark, shown, end + after
 
 
-if __name__ == "__main__":
+def write() -> None:
+    """Write all tables and schemas."""
     for name, (page, make) in TABLES.items():
         before, _, after = parted(name)
         (DOCS / page).write_text(before + make() + after)
     JOB_SCHEMA.write_text(job_schema())
+
+
+if __name__ == "__main__":
+    write()

@@ -14,6 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as xml
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,27 +33,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("tiers", nargs="+", choices=TIERS)
     parser.add_argument("--quarter", action="store_true", help="of `full`, only one quarter")
     parser.add_argument("--processes", type=int, default=PROCESSES)
+    parser.add_argument("--paths", nargs="+", default=["tests"], help="only the tests in these files and folders")
+    parser.add_argument("--counts", type=Path, help="file for how many passed, failed and were skipped, as JSON")
     args = parser.parse_args(argv)
     runs = [[tier for tier in args.tiers if tier != FULL], [FULL] if FULL in args.tiers else []]
     flaky: dict[str, str] = {}
+    counts = Counter(passed=0, failed=0, skipped=0)
     code = 0
     for tiers in filter(None, runs):
         if not code:
             quarter = [f"--quarter={commits() % QUARTERS}"] if args.quarter and tiers == [FULL] else []
-            code = run([f"--tiers={','.join(tiers)}", *quarter], args.processes, flaky)
+            code = run([f"--tiers={','.join(tiers)}", *quarter], args.processes, flaky, counts, args.paths)
     for test, log in flaky.items():
         print(f"\nflaky: {test} failed, and passed when it ran once more, alone. Its log:\n{log}")
+    if args.counts is not None and code in (0, TESTS_FAILED):
+        args.counts.write_text(json.dumps({**counts, "flaky": sorted(flaky)}))
     return code
 
 
-def run(options: Sequence[str], processes: int, flaky: dict[str, str]) -> int:
-    """Run these tests, and once more those that fail. Adds to `flaky`, by test the log of its failure. Returns the exit code."""
+def run(options: Sequence[str], processes: int, flaky: dict[str, str], counts: Counter[str], paths: Sequence[str]) -> int:
+    """Run these tests, and once more those that fail.
+
+    Adds to `flaky`, by test the log of its failure, and to `counts`. Returns the exit code.
+    """
     began, cpu_s = time.monotonic(), cpu()
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "failures"
-        xdist = ["-n", str(processes), "--dist", "loadgroup", "--durations=20"]
-        code = subprocess.run([*PYTEST, *xdist, f"--failures={path}", *options, "tests"], cwd=ROOT, check=False).returncode
+        path, report = Path(folder) / "failures", Path(folder) / "report.xml"
+        ways = ["-n", str(processes), "--dist", "loadgroup", "--durations=20", f"--failures={path}", f"--junitxml={report}"]
+        code = subprocess.run([*PYTEST, *ways, *options, *paths], cwd=ROOT, check=False).returncode
         print(f"{' '.join(options)}: {(time.monotonic() - began) / 60:.1f} min, {(cpu() - cpu_s) / 60:.1f} CPU-min", flush=True)
+        if code in (0, TESTS_FAILED):
+            counts.update(counted(report))
         if code != TESTS_FAILED:
             return code
         failures = {each["test"]: each["log"] for each in map(json.loads, path.read_text().splitlines())}
@@ -64,7 +76,19 @@ def run(options: Sequence[str], processes: int, flaky: dict[str, str]) -> int:
         if code:
             return code
         flaky[test] = log
+        counts.update(passed=1, failed=-1)
     return 0
+
+
+def counted(report: Path) -> Counter[str]:
+    """Of pytest's report: a test fails once, however many of its parts do."""
+    found = {}
+    for case in xml.parse(report).iter("testcase"):
+        parts = {part.tag for part in case}
+        how = "failed" if parts & {"failure", "error"} else "skipped" if "skipped" in parts else "passed"
+        name = case.get("classname"), case.get("name")
+        found[name] = "failed" if found.get(name) == "failed" else how
+    return Counter(found.values())
 
 
 def commits() -> int:

@@ -186,7 +186,7 @@ def warm_starts(
     elif isinstance(wanted, str):
         logger.info("no warm standbys: %s", wanted)
         return WarmStarts(None, ColdReason.OFF, logs, metrics)
-    else:
+    elif torch_private.starts_commands():  # else `torch_names.check` has said that they are off
         try:
             pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
         except (OSError, RuntimeError) as error:  # out of descriptors or threads

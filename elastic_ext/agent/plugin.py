@@ -148,6 +148,9 @@ def _create(
         known = settings.read(params.config, os.environ)
         log_records.set_node(own_name(known))
         begin(known)
+        from elastic_ext.base import torch_names
+
+        torch_names.check()
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import torch_private
         from elastic_ext.http import gate

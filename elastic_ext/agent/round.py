@@ -41,7 +41,7 @@ from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable
 
 logger = logging.getLogger(__name__)
 
-KERNEL_SLEEP_CHECK_S = 1.0  # how often torch's check for workers asleep in the kernel runs, if the user turned it on
+TORCHS_CHECK_S = 1.0  # how often torch looks at the workers, where it alone sees that one sleeps in the kernel or has returned
 GLOO = "GLOO_SOCKET_IFNAME"
 REPORT_S = 1.0  # the least time between two reports to the other nodes: each is a write to the job's store
 MOST_HASHES = 128  # hashes of a worker: nine each of several sets
@@ -326,7 +326,8 @@ class RoundWatch:
 
     def _await_event(self) -> None:
         """Block until a worker ends or wakes us, a function returns, the reaper dies, a signal arrives, or a check is due."""
-        check_s = min(self._running.next_check_s(), KERNEL_SLEEP_CHECK_S if self._agent.watches_kernel_sleep else math.inf)
+        asks_torch = self._agent.watches_kernel_sleep or self._agent.polls_results
+        check_s = min(self._running.next_check_s(), TORCHS_CHECK_S if asks_torch else math.inf)
         wakeup, wake_pipe, reaper = self._companions.wakeup, self._companions.wake_pipe, self._companions.reaper
         reaper_fd = [reaper.pidfd] if reaper.pidfd is not None else []
         processes = self._running.workers.processes
@@ -345,7 +346,7 @@ class RoundWatch:
             self._companions.host.start_asking()
             self._stop(after_failure=True)
             return self._agent.close_failed()
-        if self._agent.result_readers or not processes.running:
+        if self._agent.result_readers or self._agent.polls_results or not processes.running:
             result = self._agent.reap()
             processes.poll()
             return result

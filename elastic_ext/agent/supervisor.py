@@ -117,7 +117,7 @@ class Supervisor(TorchAgent):
                 self._handler.leave()  # the others continue without this node
             return self._stop_for(stopped.verdict)
         except JobDone as done:
-            return exits.succeeded_without(self._worker_group, done)
+            return exits.succeeded_without(self.group, done)
         except (BadCheckpoints, StorageAway) as error:
             return self._stop_for(self._verdicts.of_checkpoints(error))
         except (NodeUnfit, OSError) as error:

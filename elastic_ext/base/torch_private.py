@@ -1,4 +1,4 @@
-"""Every private name of torch that this package uses, in one place. Verified on torch 2.8 to 2.15.
+"""Where the agent uses private names of torch, and nothing else of this package does. `torch_names` has the table of them all.
 
 launcher.api.LocalElasticAgent
     A module global that `launch_agent` calls. Replaced, because a torchrun plug-in can choose the rendezvous but not the agent.
@@ -6,7 +6,7 @@ _invoke_run, _rendezvous, _assign_worker_ranks, _start_workers, _stop_workers, _
     Overridden. The documented extension points of SimpleElasticAgent have underscores.
 _initialize_workers, _restart_workers
     Called: torch's steps between two rounds.
-_worker_group, _remaining_restarts, _pcontext, _shutdown_timeout
+_remaining_restarts, _pcontext, _shutdown_timeout
     The agent's state.
 _check_uninterruptible_state_timeout, _uninterruptible_state_timeout (2.13 and newer)
     Torch checks it only inside `_monitor_workers`, which stops workers too.
@@ -32,15 +32,18 @@ from subprocess import Popen
 from types import FrameType
 from typing import Any
 
-import torch
 import torch.distributed.elastic.multiprocessing.api as multiprocessing
 import torch.distributed.launcher.api as launcher
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, PContext, SignalException, SubprocessContext
-from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 
-from elastic_ext.base.errors import UnsupportedTorch
+from elastic_ext.base import torch_names
+
+try:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+except ImportError:  # a newer torch: `torch_names.check` has warned of it
+    SubprocessHandler, get_subprocess_handler = object, None
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +71,9 @@ class OneShot(ABCMeta):
 def install_agent(agent: OneShot, handler: Any) -> None:
     """Make torch's launcher construct `agent` for this rendezvous handler, once. Safe if several threads start jobs.
 
-    Raises UnsupportedTorch: this torch has no LocalElasticAgent in its launcher.
+    Call `torch_names.check` first.
     """
-    current = getattr(launcher, "LocalElasticAgent", None)
-    if current is None:
-        raise UnsupportedTorch(
-            f"torch {torch.__version__} has no torch.distributed.launcher.api.LocalElasticAgent, which elastic_ext needs; "
-            "expected torch 2.8 or newer; use --rdzv-backend=c10d, or a newer elastic_ext"
-        )
+    current = launcher.LocalElasticAgent
     if current is LocalElasticAgent or isinstance(current, OneShot):
         with _swap:
             _expected.add(id(handler))
@@ -171,6 +169,11 @@ class _StandbyHandler(SubprocessHandler):  # type: ignore[misc, unused-ignore]
         return found
 
 
+def starts_commands() -> bool:
+    """Return whether this torch lets `started_by` give it the process of a command."""
+    return not (torch_names.missing(torch_names.COMMANDS) or torch_names.missing(torch_names.HANDLER))
+
+
 @contextmanager
 def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[None]:
     """Inside this context, ask `start` for the process of each command that torch starts in this thread.
@@ -180,7 +183,7 @@ def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[
     """
     global _starts
     current = getattr(multiprocessing, "get_subprocess_handler", None)
-    if current not in (get_subprocess_handler, _StandbyHandler):  # None, or another package's
+    if not starts_commands() or current not in (get_subprocess_handler, _StandbyHandler):  # the latter: another package's
         if start is not None:
             logger.warning("workers are started without warm standbys: torch's get_subprocess_handler is %r", current)
         yield
@@ -274,17 +277,19 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
     @property
     def watches_kernel_sleep(self) -> bool:
         """Whether the user turned on the check of `asleep_in_kernel`."""
-        return float(getattr(self, "_uninterruptible_state_timeout", 0.0)) > 0
+        return float(getattr(self, "_uninterruptible_state_timeout", 0.0)) > 0 and not torch_names.missing(
+            torch_names.KERNEL_SLEEP
+        )
 
     @property
     def group(self) -> WorkerGroup:
         """Torch's record of this node's workers in this round."""
-        return self._worker_group
+        return self.get_worker_group()
 
     @property
     def spec(self) -> WorkerSpec:
         """The spec of the workers, as `launch.prepare` returned it."""
-        return self._worker_group.spec
+        return self.group.spec
 
     @property
     def shutdown_timeout_s(self) -> float:
@@ -293,12 +298,13 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
 
     def charge_restart(self) -> None:
         """Update torch's own count, which its metrics and events show."""
-        self._remaining_restarts -= 1
+        if not torch_names.missing(torch_names.RESTARTS):
+            self._remaining_restarts -= 1
 
     @property
     def remaining_restarts(self) -> int:
         """The restarts that are left by torch's count."""
-        return int(self._remaining_restarts)
+        return int(getattr(self, "_remaining_restarts", self.spec.max_restarts))
 
     def shorten_shutdown(self, seconds: float) -> None:
         """Limit the time that a stop after a signal may take; torch 2.12 and newer."""
@@ -313,4 +319,11 @@ class TorchAgent(LocalElasticAgent, metaclass=OneShot):  # type: ignore[misc, un
     def result_readers(self) -> list[Any]:
         """Readers that are ready when a function entrypoint has returned; its process ends only after its result is read."""
         context: PContext | None = self._pcontext
-        return [queue._reader for queue in context._ret_vals.values()] if isinstance(context, MultiprocessContext) else []
+        if not isinstance(context, MultiprocessContext) or self.polls_results:
+            return []
+        return [queue._reader for queue in context._ret_vals.values()]
+
+    @property
+    def polls_results(self) -> bool:
+        """Whether only `reap` shows that a function entrypoint has returned: this torch has no `result_readers`."""
+        return isinstance(self._pcontext, MultiprocessContext) and bool(torch_names.missing(torch_names.RESULTS))

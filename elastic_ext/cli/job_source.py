@@ -10,7 +10,6 @@ import http.client
 import logging
 import os
 import queue
-import ssl
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable, Iterator
 
 from elastic_ext.base import files, records, settings
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.tls import trusting
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.status import job_status
 
@@ -49,7 +49,7 @@ class AgentUrl:
             raise UsageError("--user needs https://, else anyone on the way can read the password")
         self._url, self._headers = url.rstrip("/"), {}
         try:
-            context = ssl.create_default_context(cafile=ca)
+            context = trusting(ca)
             if cert is not None:
                 context.load_cert_chain(cert)
         except (OSError, ValueError) as error:  # an SSLError is an OSError

@@ -10,7 +10,6 @@ import http.client
 import json
 import platform
 import queue
-import ssl
 import threading
 from collections.abc import Mapping
 from datetime import datetime, timezone
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
+from elastic_ext.base.tls import trusting
 from elastic_ext.failures.evidence import Platform
 
 HOST = "KUBERNETES_SERVICE_HOST"
@@ -105,7 +105,7 @@ def _get(environ: Mapping[str, str], account: Path, timeout_s: float) -> Pod | N
         token = (account / "token").read_text().strip()
         namespace = (account / "namespace").read_text().strip()
         name = environ.get("POD_NAME") or platform.node()
-        context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+        context = trusting(str(account / "ca.crt"))
         connection = http.client.HTTPSConnection(environ[HOST], int(environ.get(PORT, "443")), timeout=timeout_s, context=context)
         try:
             path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}"

@@ -11,12 +11,12 @@ import os
 import shutil
 import signal
 import socket
-import ssl
 import subprocess
 from enum import Enum
 from pathlib import Path
 
 from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.tls import trusting
 from elastic_ext.own_etcd import folder as folders
 from elastic_ext.own_etcd.certificates import CertificateFiles
 from elastic_ext.own_etcd.cluster import Call
@@ -225,7 +225,7 @@ class MemberRunner:
             return any(list(pool.map(self._serves, others)))
 
     def _serves(self, host: str) -> bool:
-        context = ssl.create_default_context(cafile=self._files.ca)
+        context = trusting(self._files.ca)
         context.load_cert_chain(self._files.cert, self._files.key)
         try:
             with socket.create_connection((host, self._job.plan.client_port), PROBE_S) as plain:

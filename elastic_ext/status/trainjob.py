@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 from elastic_ext.base import threads
 from elastic_ext.base.printable import printable
+from elastic_ext.base.tls import trusting
 
 logger = logging.getLogger(__name__)
 
@@ -280,7 +281,7 @@ class _Request:
     @contextmanager
     def _connected(self, target: Target) -> Iterator[http.client.HTTPConnection]:
         """Connect with TLS. All that happens in this context takes REQUEST_S at most, but for the look-up of the name."""
-        context = ssl.create_default_context(cafile=target.ca_file or None)
+        context = trusting(target.ca_file)
         with socket.create_connection((target.host, target.port), REQUEST_S) as plain:
             with self._lock:
                 self._socket, self._late = plain, False

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.base import tls
 from elastic_ext.http import gate
 from elastic_ext.http import server as server_module
 from elastic_ext.http.gate import MAX_WAITING, Gate, Login, first, superfluous
@@ -95,7 +96,7 @@ def get(
 
 
 def trusting(certificates: Certificates, client: str | None = None, ca: str = "ca.crt") -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=certificates.path(ca))
+    context = tls.trusting(certificates.path(ca))
     if client is not None:
         context.load_cert_chain(certificates.path(f"{client}.crt"), certificates.path(f"{client}.key"))
     return context

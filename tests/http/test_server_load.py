@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import json
 import os
-import ssl
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.base.tls import trusting
 from elastic_ext.http.gate import Gate
 from elastic_ext.http.server import CLIENT_TIMEOUT_S, MAX_CLIENTS
 from tests.etcd_server import Certificates
@@ -47,7 +47,7 @@ def test_a_storm_leaves_nothing_and_excludes_no_client(tmp_path: Path, tls: bool
         pytest.importorskip("yaml", reason="needs elastic_ext[web]")
         certificates = Certificates.make(tmp_path)
         (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: server.crt, key_file: server.key}")
-        gate, trust = Gate(str(tmp_path / "web.yml")), ssl.create_default_context(cafile=certificates.path("ca.crt"))
+        gate, trust = Gate(str(tmp_path / "web.yml")), trusting(certificates.path("ca.crt"))
     with serving(gate=gate) as server:
 
         def scrape() -> None:

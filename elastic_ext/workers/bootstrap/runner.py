@@ -512,13 +512,14 @@ def _import_stdlib(name: str) -> "ModuleType":
             sys.modules[name] = before
 
 
-# The script, found, read and compiled as `python [-m] SCRIPT` does (CPython 3.10 to 3.13: Modules/main.c, pythonrun.c).
+# The script, found, read and compiled as `python [-m] SCRIPT` does (CPython 3.10 to 3.14: Modules/main.c, pythonrun.c).
 
 
 def fresh_main() -> "Namespace":
     """Put a new `__main__` into sys.modules and return its namespace as the interpreter would initialize it."""
     main: ModuleType = type(sys)("__main__")
-    main.__dict__.update(__loader__=BuiltinImporter, __annotations__={}, __builtins__=sys.modules["builtins"])
+    annotations: Namespace = {} if sys.version_info >= (3, 14) else {"__annotations__": {}}
+    main.__dict__.update(__loader__=BuiltinImporter, **annotations, __builtins__=sys.modules["builtins"])
     _replaced.append(sys.modules["__main__"])
     sys.modules["__main__"] = main
     return main.__dict__

@@ -319,7 +319,9 @@ IMPORTS = {  # modules, and why they are unsafe
     "import sys, tempfile, types\nmade = sys.modules['torch.distributed.nn.jit.instantiator'] = types.ModuleType('made')\n"
     "made.kept = tempfile.TemporaryDirectory()\nmade.INSTANTIATED_TEMPLATE_DIR_PATH = made.kept.name\n"
     "sys.path.append(made.kept.name)": None,
-    "import multiprocessing\nlock = multiprocessing.Lock()": "it maps .* a lock or memory that workers would share",
+    "from multiprocessing import get_context\nlock = get_context('fork').Lock()": "it maps .* a lock or memory that workers",
+    # the default since Python 3.14; it starts a process that looks after the lock
+    "from multiprocessing import get_context\nlock = get_context('forkserver').Lock()": "it opens pipe:.* which workers would",
 }
 CHECKS = """
 import json, os, signal, sys

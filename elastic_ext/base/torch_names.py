@@ -103,6 +103,9 @@ HANDLER = PrivateNames(
     _HANDLER, ("SubprocessHandler._popen", "SubprocessHandler._stdout", "SubprocessHandler._stderr"), COMMANDS.lost
 )
 _RECORDER_LOST = "the flight recorder is not read: hangs are found by the stacks of the workers alone, and stragglers not at all"
+_HOOKS_LOST = (
+    "recorders that torch attaches by a hook, as to nccl2, are not read: its hangs are found by the stacks of the workers alone"
+)
 
 NAMES = (
     *(AGENT, LOOP, WORKERS, RESTARTS, SHUTDOWN, KERNEL_SLEEP, RESULTS, COMMANDS, HANDLER),
@@ -115,10 +118,11 @@ NAMES = (
         beside="ProcessGroupNCCL",
     ),
     PrivateNames(_C10D, ("_world", "pg_names", "pg_group_ranks"), _RECORDER_LOST, in_workers=True),
+    PrivateNames(_C10D, ("pg_flight_recorder_hooks",), _HOOKS_LOST, in_workers=True, since=(2, 15)),
     PrivateNames(
-        _C10D,
-        ("pg_flight_recorder_hooks",),
-        "the flight recorder of the backend nccl2 is not read",
+        "torch._C._distributed_c10d",
+        ("ProcessGroup._get_backend", "ProcessGroup._device_types", "Backend.supports_completion_hooks"),
+        _HOOKS_LOST,
         in_workers=True,
         since=(2, 15),
     ),

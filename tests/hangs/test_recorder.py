@@ -75,7 +75,7 @@ class Hooked:
         return self._backends[device]
 
 
-def hooked(monkeypatch, *groups: Hooked) -> None:
+def hooked(monkeypatch, *groups: object) -> None:
     """As in a process of torch 2.15 with four ranks and these groups: each recorder says that one has completed of two."""
 
     def dump(includeCollectives, onlyActive, backend="gloo"):
@@ -109,6 +109,15 @@ def test_each_backend_that_torch_hooks_is_read(monkeypatch, groups, know_ends, s
     hooked(monkeypatch, *groups)
     assert recorder.read() == {f"{backend} 0": (2, 1) for backend in know_ends}
     assert recorder.issued(with_nccl=False) == {f"{backend} 0 0 4": {1: 1, 2: 2} for backend in sampled}
+
+
+class Changed:
+    """A group of a torch that has renamed what Hooked has."""
+
+
+def test_a_changed_hook_leaves_other_recorders_read(monkeypatch):
+    hooked(monkeypatch, Changed())
+    assert recorder.read() == {"gloo 0": (2, 1)}
 
 
 def entry(operation: str, number: int, created_ns: int, **more: object) -> dict[str, object]:

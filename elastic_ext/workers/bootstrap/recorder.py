@@ -302,11 +302,17 @@ def _recorders(that_know_ends: bool) -> "list[tuple[str, Callable[..., bytes | s
 
 
 def _hooked(that_know_ends: bool) -> list[str]:
-    """Return the backends that torch's hook records in this process. that_know_ends: as in `_recorders`."""
+    """Return the backends that torch's hook records in this process; none if torch has changed, of which the agent has warned.
+
+    that_know_ends: as in `_recorders`.
+    """
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     groups = list(getattr(world, "pg_flight_recorder_hooks", ()))  # a copy, as above; torch before 2.15 has none
-    backends = [group._get_backend(device) for group in groups for device in group._device_types]
-    return sorted({each.name() for each in backends if each.supports_completion_hooks or not that_know_ends} - _DUMPS.keys())
+    try:
+        backends = [group._get_backend(device) for group in groups for device in group._device_types]
+        return sorted({each.name() for each in backends if each.supports_completion_hooks or not that_know_ends} - _DUMPS.keys())
+    except AttributeError:  # base/torch_names.py has these names
+        return []
 
 
 class RecorderWatch(threading.Thread):

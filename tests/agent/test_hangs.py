@@ -1,4 +1,4 @@
-"""Where the log says that torch's flight records are."""
+"""Where the log says that torch's flight records are, and which hosts a worker has missed by NCCL's words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import os
 import threading
 from pathlib import Path
 
-from elastic_ext.agent.hangs import DUMP_FILES, PIPE_FILE, FlightRecorder
+import pytest
+
+from elastic_ext.agent.hangs import DUMP_FILES, PIPE_FILE, FlightRecorder, reach_by
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.evidence import Evidence, RaisedException
 
 
 def test_no_record_is_named_where_nobody_is_asked(tmp_path: Path) -> None:
@@ -53,3 +57,27 @@ def test_records_that_torch_wrote_unasked_are_named(tmp_path: Path, caplog) -> N
     recorder.close()
     assert not caplog.text
     assert not dumps.exists()
+
+
+MISSED = "NET/IB: Got completion from peer 10.0.0.2<40554> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=129 reqSize=8"
+REMOTE = "remote process exited or there was a network error"
+ABORTED = f"[TC][rank=1][name=0] Aborting process on rank 1 due to error - nccl hit async error: {REMOTE}\n"
+
+
+@pytest.mark.parametrize(
+    ("evidence", "missed"),
+    [
+        (
+            Evidence(
+                1, 1, exception=RaisedException("RuntimeError", f"NCCL AllReduce failed: {REMOTE} \nNCCL Last Error: {MISSED}")
+            ),
+            True,
+        ),
+        (Evidence(1, signal="SIGABRT", stderr_tail=f"h1:9:99 [0] transport.cc:9 NCCL WARN {MISSED}\n{ABORTED}"), True),
+        (Evidence(1, signal="SIGABRT", stderr_tail=ABORTED), False),
+        (Evidence(1, 1, exception=RaisedException("KeyError", "'x'"), stderr_tail=MISSED), False),  # its own failure
+    ],
+)
+def test_a_peer_is_missed_under_nccl2(evidence: Evidence, missed: bool) -> None:
+    """As under the older backend, in whose place it is; see test_joint_evidence.py for what follows."""
+    assert [each.address for each in reach_by(classify(evidence)).silent] == ["10.0.0.2"] * missed

@@ -36,6 +36,7 @@ SUITE = (
     "tests/base/test_torch_names.py",
     "tests/failures/test_torch_texts.py",
     "tests/hangs/test_recorder.py",
+    "tests/hangs/test_recorder_hook.py",
     "tests/rendezvous/test_etcd_jobs.py",
     "tests/workers/test_bootstrap.py",
     "tests/workers/standby/test_standby.py",

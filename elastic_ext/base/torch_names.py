@@ -118,7 +118,7 @@ NAMES = (
     PrivateNames(
         _C10D,
         ("pg_flight_recorder_hooks",),
-        "the flight recorder of the backend nccl2 is not read",
+        "the flight recorders of backends that do not record themselves, such as nccl2, are not read",
         in_workers=True,
         since=(2, 15),
     ),

@@ -20,8 +20,9 @@ seen = {
     "blocked": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())), "ignored": open("/proc/self/status").read().split("SigIgn:")[1].split()[0],
     "files": resource.getrlimit(resource.RLIMIT_NOFILE), "open": sorted(os.listdir("/proc/self/fd")),
 }
-for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "ELASTIC_EXT_WORKER", "ELASTIC_EXT_LAUNCH"):
-    seen["environ"].pop(name, None)
+own = {"TORCHELASTIC_RUN_ID", "MASTER_PORT", "TORCHELASTIC_ERROR_FILE", "ELASTIC_EXT_WORKER", "ELASTIC_EXT_LAUNCH"}
+own |= {"TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"}  # of builds with NCCL
+seen["environ"].update({name: "" for name in own & seen["environ"].keys()})
 print("seen", json.dumps(seen), flush=True)
 """  # noqa: E501
 

@@ -104,7 +104,8 @@ HANDLER = PrivateNames(
 )
 _RECORDER_LOST = "the flight recorder is not read: hangs are found by the stacks of the workers alone, and stragglers not at all"
 _HOOKS_LOST = (
-    "recorders that torch attaches by a hook, as to nccl2, are not read: its hangs are found by the stacks of the workers alone"
+    "the recorders of backends that do not record themselves, such as nccl2, are not read: their hangs are found by the stacks "
+    "of the workers alone"
 )
 
 NAMES = (

@@ -121,11 +121,10 @@ NAMES = (
     PrivateNames(_C10D, ("_world", "pg_names", "pg_group_ranks"), _RECORDER_LOST, in_workers=True),
     PrivateNames(_C10D, ("pg_flight_recorder_hooks",), _HOOKS_LOST, in_workers=True, since=(2, 15)),
     PrivateNames(
-        "torch._C._distributed_c10d",
-        ("ProcessGroup._get_backend", "ProcessGroup._device_types", "Backend.supports_completion_hooks"),
-        _HOOKS_LOST,
-        in_workers=True,
-        since=(2, 15),
+        "torch._C._distributed_c10d", ("ProcessGroup._get_backend", "ProcessGroup._device_types"), _HOOKS_LOST, in_workers=True
+    ),
+    PrivateNames(
+        "torch._C._distributed_c10d", ("Backend.supports_completion_hooks",), _HOOKS_LOST, in_workers=True, since=(2, 15)
     ),
     PrivateNames(
         _C10D,

@@ -19,6 +19,19 @@ ADDED = {  # what cannot be renamed, as C code has it, or a class has its name, 
     "LocalElasticAgent": ("distributed/launcher/api.py", "\nTheirAgent = LocalElasticAgent\ndel LocalElasticAgent\n"),
 }
 
+C_CODE = {  # what torch's own Python code calls, too: the class that has it in C code
+    "_get_backend": "ProcessGroup",
+    "_device_types": "ProcessGroup",
+    "supports_completion_hooks": "Backend",
+}
+RENAME = """
+import torch
+class_ = torch._C._distributed_c10d.{class_}
+if hasattr(class_, "{name}"):
+    class_.new{name} = class_.{name}
+    del class_.{name}
+"""
+
 
 def environment(folder: Path, names: Sequence[str], version: str = "") -> dict[str, str]:
     """Return the variables with which Python imports such a torch from `folder`, which gets it.
@@ -28,6 +41,8 @@ def environment(folder: Path, names: Sequence[str], version: str = "") -> dict[s
     added = defaultdict(str, {"version.py": f"\n__version__ = {version!r}\n"} if version else {})
     for path, text in (ADDED[name] for name in names if name in ADDED):
         added[path] += text
+    for name in C_CODE.keys() & set(names):
+        added["distributed/__init__.py"] += RENAME.format(name=name, class_=C_CODE[name])
     renamed = [name for name in names if name not in ADDED]
     words = re.compile(rf"\b({'|'.join(renamed)})\b") if renamed else None
     changed = {}

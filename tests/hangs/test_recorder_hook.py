@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ class InPython(Backend):  # type: ignore[misc]  # torch declares no base class f
     def __init__(self, name: str, knows_ends: bool, issue: Callable[[], object]) -> None:
         super().__init__(0, 2)
         self._name, self._knows_ends, self._issue = name, knows_ends, issue
+        self._options = Backend.Options(name, timeout=timedelta(minutes=1))
 
     @property
     def supports_completion_hooks(self) -> bool:
@@ -36,6 +38,11 @@ class InPython(Backend):  # type: ignore[misc]  # torch declares no base class f
 
     def getBackendName(self) -> str:
         return self._name
+
+    @property
+    def options(self) -> Backend.Options:
+        """Without it torch's hook asks the base class, which asks this object, without an end."""
+        return self._options
 
     def allreduce(self, tensors: list[torch.Tensor], options: object) -> Done:
         self._issue()

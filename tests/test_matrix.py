@@ -123,6 +123,20 @@ def test_another_python_does_not_stand_in(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.seam
+def test_an_environment_of_another_checkout_changes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MATRIX_DIR", str(tmp_path))
+    python = tmp_path / "2.8-3.99" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/asked\n")
+    python.chmod(0o755)
+    ready = tmp_path / "2.8-3.99" / ".ready"
+    ready.write_text("elsewhere")
+    for _ in range(2):
+        assert matrix.environment(Pair("2.8", "3.99")) == python
+    assert (tmp_path / "asked").read_text() == "-m pip install --quiet --no-deps --editable .\n"
+
+
+@pytest.mark.seam
 def test_counts_of_a_run_with_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "conftest.py").write_text("from tests.conftest import *\n")

@@ -12,7 +12,7 @@ from pathlib import Path
 from tests.jobs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-FOLDER = RESULTS / "matrix"  # a file for each series of torch and Python, and tier
+FOLDER = ROOT / "tests" / "data" / "matrix"  # a file for each series of torch and Python, and tier
 TORCH = tuple(f"2.{minor}" for minor in range(8, 16))
 PYTHON = tuple(f"3.{minor}" for minor in range(10, 15))
 SUITE, SEAM, GPU = KINDS = ("suite", "seam", "GPU")

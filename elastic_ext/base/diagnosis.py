@@ -50,6 +50,25 @@ class Response(Enum):
     FOLLOW = "follow"
 
 
+class Weight(Enum):
+    """Where the evidence of a diagnosis stands, from the strongest. It bounds the answer.
+
+    Invariant: a job ends (65) or a node leaves (69) only for what is `certain`. Words that anything may have printed choose
+    between answers that restart.
+    """
+
+    PLATFORM = "platform"  # the platform, the kernel, a driver, our own probes, a signal, or an exit code that a rule declares
+    CLASS = "class"  # the class of the exception that ended the script, with its errno, causes and frames
+    MESSAGE = "message"  # its message, by a rule of that class or library
+    LAST_WORDS = "last words"  # the last lines before an abort, from a writer that is known
+    PRINTED = "printed"  # anything else on stderr, and a bare exit code
+
+    @property
+    def certain(self) -> bool:
+        """Whether it may end a job, or have a node leave."""
+        return self in (Weight.PLATFORM, Weight.CLASS, Weight.MESSAGE)
+
+
 MOST_NAMED = 8  # collectives in a text
 # Operations whose inputs have the same shapes on all ranks of the group.
 _SAME_SHAPES = {"all_reduce", "broadcast", "reduce", "_all_gather_base", "_reduce_scatter_base"}

@@ -12,7 +12,19 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base.diagnosis import CASCADE, CODE, CRASH, HANG, HOST_MEMORY, NETWORK, PREEMPTION, USER_STOP, Kind, Response
+from elastic_ext.base.diagnosis import (
+    CASCADE,
+    CODE,
+    CRASH,
+    HANG,
+    HOST_MEMORY,
+    NETWORK,
+    PREEMPTION,
+    USER_STOP,
+    Kind,
+    Response,
+    Weight,
+)
 from elastic_ext.base.errors import EX_TRY_AGAIN
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
@@ -35,6 +47,7 @@ from elastic_ext.failures.rules import (
     held_by_another_process,
 )
 from elastic_ext.failures.torch_texts import ABORT_LINES, LAST_ERROR, OWN_LINES, WATCHDOG_ENDS_IT
+from elastic_ext.failures.tracebacks import HEADER, last_exception
 from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
@@ -64,6 +77,7 @@ class Diagnosis:
     evidence: Evidence  # includes the exception from stderr if no other was known
     tier: int  # the tier of the rule, 1 to 4; 0 for a user rule
     checkpoints_back: ZeroOrOne = 0  # 1 to resume from the checkpoint before the newest
+    weight: Weight = Weight.PRINTED  # where the evidence stands that the rule matched
     order: int = 0  # when the job learned of it, e.g. an etcd revision; equal for all that one node reports at once
 
     @property
@@ -91,7 +105,7 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
     aborts = worker_signal(evidence) == "SIGABRT" and contains(SearchText(of_backend), ABORT_LINES)
     of_watchdog = _words_of_watchdog(evidence)
     evidence = _completed(evidence, ended_by_script=not (of_watchdog or aborts))
-    rule = _first_match(evidence, recorded, Said(of_watchdog, of_backend, aborts), user_rules)
+    rule, weight = _first_match(evidence, recorded, Said(of_watchdog, of_backend, aborts), user_rules)
     return Diagnosis(
         rule.kind,
         rule.response,
@@ -101,6 +115,7 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
         evidence,
         rule.tier,
         rule.checkpoints_back,
+        weight,
     )
 
 
@@ -125,7 +140,9 @@ class Said:
     aborts: bool  # whether one of these lines says that the backend aborts the process, and SIGABRT has ended it
 
 
-def _first_match(evidence: Evidence, recorded: bool, said: Said, user_rules: Iterable[UserRule]) -> Rule | UserRule:
+def _first_match(
+    evidence: Evidence, recorded: bool, said: Said, user_rules: Iterable[UserRule]
+) -> tuple[Rule | UserRule, Weight]:
     """recorded: the script's exception is known for sure, rather than found on stderr."""
     exception = evidence.exception
     names = exception_names(exception)
@@ -140,13 +157,13 @@ def _first_match(evidence: Evidence, recorded: bool, said: Said, user_rules: Ite
     everything = view(names, message, tail)
     for rule in _BY_TIER[STOP_REQUESTED]:
         if rule.matches(everything):
-            return rule
+            return rule, Weight.PLATFORM
     for_users = everything if tail == printed else view(names, message, printed)
     for user_rule in user_rules:
         if user_rule.matches(for_users):
-            return user_rule
+            return user_rule, Weight.PLATFORM
     if found := _first(everything, _BY_TIER[HARDWARE_EVIDENCE]):
-        return found
+        return found, Weight.PLATFORM
     # What a backend says as it fails is an exception of its own.
     by_backend = _first(view(_BACKEND_ERROR, said.backend, raised=True), _BY_TIER[PROGRAM_OUTPUT]) if said.backend else None
     chain = [view(exception_names(each), _ends(each.message), errno=_errno(each), raised=True) for each in _chain(exception)]
@@ -156,20 +173,23 @@ def _first_match(evidence: Evidence, recorded: bool, said: Said, user_rules: Ite
         refused = [rule for rule in matches if rule.name in ACCESS]  # the client of a server that refuses has errors of its own
         found = (refused or [rule for rule in reversed(matches) if rule.kind != CODE] or matches)[0]
         # The exception that follows may only say that the operation has failed.
-        return by_backend if by_backend and found.response is Response.FOLLOW else found
+        if by_backend and found.response is Response.FOLLOW:
+            return by_backend, Weight.LAST_WORDS
+        return found, Weight.CLASS if recorded else Weight.LAST_WORDS
     # Then what was being handled when it was raised, and the rest of stderr.
     handled = view(frozenset(), *exception.causes, raised=True) if exception and exception.causes else None
     if handled and (found := _first(handled, _BY_TIER[PROGRAM_OUTPUT])):
-        return found
+        return found, Weight.MESSAGE
     if by_backend and said.aborts:
-        return by_backend
+        return by_backend, Weight.LAST_WORDS
     if tail or not exception:
         printed_too = replace(everything, exception_names=frozenset())
         at_abort = replace(printed_too, text=SearchText(said.watchdog)) if said.watchdog else printed_too
         for rule in _rules_for_stderr(evidence, recorded):
             if rule.matches(at_abort if rule.survivable else printed_too):
-                return rule
-    return next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
+                return rule, Weight.LAST_WORDS if signal_name == "SIGABRT" else Weight.PRINTED
+    found = next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
+    return found, Weight.PRINTED if found.name == NO_EVIDENCE else Weight.PLATFORM
 
 
 def _rules_for_stderr(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
@@ -376,80 +396,6 @@ def _annotation(evidence: Evidence) -> str:
     if evidence.exception and (held := held_by_another_process(_ends(evidence.exception.message).lower())):
         notes.append(held)
     return f" ({'; '.join(notes)})" if notes else ""
-
-
-HEADER = "Traceback (most recent call last):"
-IGNORED = "Exception ignored "  # of a destructor, say: the line above its traceback, and the script goes on
-CAUSE = "The above exception was the direct cause of the following exception:"
-MAX_CAUSES = 4
-MAX_LINES = 2000  # a recursion error prints about that many; later lines are ignored
-MAX_MESSAGE_LINES = 50  # indented lines after the first line of a message, e.g. torch's list of missing keys
-MAX_LINE = 4096  # characters
-
-_FRAME = re.compile(r'  File "([^"\n]{1,4096})", line (\d{1,9})(?:, in ([^\n]{1,200}))?')
-_RAISED = re.compile(r"([^\W\d][\w.]{0,200})(?:: ?|$)")
-
-
-def last_exception(text: str) -> RaisedException | None:
-    """Return the exception of the last traceback in `text`, or None.
-
-    Any text before "Traceback" on its line counts as a prefix, like those that torch ("[rank0]: ") and torchrun ("[default0]:")
-    put before each line of a rank. Lines with another prefix are skipped. What it was raised from is in `wrapped`.
-    """
-    found = None
-    causes: list[Wrapped] = []
-    end = len(text)
-    while len(causes) <= MAX_CAUSES:
-        at = text.rfind(HEADER, 0, end)
-        if at < 0:
-            break
-        start = text.rfind("\n", 0, at) + 1
-        above = text[text.rfind("\n", 0, max(start - 1, 0)) + 1 : start]
-        if found is None and above.removeprefix(text[start:at]).startswith(IGNORED):
-            end = start
-            continue
-        lines = text[at:end].split("\n", MAX_LINES)[1 : MAX_LINES + 1]
-        raised = _read(_without_prefix(lines, text[start:at])) or _read(lines)
-        if raised is None:
-            break
-        if found is None:
-            found = raised
-        else:
-            causes.append(Wrapped(raised.type, raised.message))
-        end = text.rfind(CAUSE, 0, start)
-        if end < 0 or HEADER in text[end:start]:
-            break
-    return replace(found, wrapped=tuple(causes)) if found else None
-
-
-def _without_prefix(lines: list[str], prefix: str) -> list[str]:
-    return [line[len(prefix) :] for line in lines if line.startswith(prefix)] if prefix else lines
-
-
-def _read(lines: list[str]) -> RaisedException | None:
-    """Read the indented frames and source lines up to the first line without indent, which names the exception."""
-    frames = []
-    for number, line in enumerate(lines):
-        if frame := _FRAME.match(line[:MAX_LINE]):
-            path, line_number, function = frame.groups()
-            frames.append(f"{path}:{line_number} in {function}" if function else f"{path}:{line_number}")
-        elif line and not line[0].isspace():
-            raised = _RAISED.match(line[:MAX_LINE].rstrip())
-            if raised is None:
-                return None
-            message = [line[raised.end() : MAX_LINE].rstrip(), *_continued(lines[number + 1 : number + 1 + MAX_MESSAGE_LINES])]
-            return RaisedException(raised[1], "\n".join(message), tuple(frames))
-    return None
-
-
-def _continued(lines: list[str]) -> list[str]:
-    """Return the lines that go on with a message: those with an indent, and NCCL's last error, as nccl2 adds it."""
-    found = []
-    for line in lines:
-        if line[:1] not in (" ", "\t") and not line.lower().startswith(LAST_ERROR):
-            break
-        found.append(line[:MAX_LINE].rstrip())
-    return found
 
 
 MAX_SHAPE = 300  # characters of the shape of a message that count in a fingerprint

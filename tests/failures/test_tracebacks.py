@@ -21,7 +21,7 @@ CAUSE = "\nThe above exception was the direct cause of the following exception:\
 CONTEXT = "\nDuring handling of the above exception, another exception occurred:\n\n"
 SECOND = f"Traceback (most recent call last):\n{FRAMES}RuntimeError: cannot load\n"
 
-# Each sample was printed by the program and version that its name says, and made shorter since.
+# Each has the lines that the program of this version printed, with fewer and other frames and with chains put together of two.
 LOGURU = """\
 2026-11-29 17:42:46.401 | ERROR    | __main__:<module>:27 - An error has been caught in function '<module>':
 Traceback (most recent call last):

@@ -32,6 +32,9 @@ TIMEOUT_S = 240
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 STOCK = [*TORCHRUN, "--standalone"]
 EXT = [*TORCHRUN, "--rdzv-backend=ext_c10d", "--rdzv-endpoint=localhost:0"]
+# Of two nodes on stock's rendezvous, more options of each: the first hosts the store. Left to themselves, both may be clients of
+# what else listens on the port, and wait in silence; and it is chance which of the two hosts it.
+HOSTS, COMES = ["--rdzv-conf=is_host=1"], ["--rdzv-conf=is_host=0"]
 AGENT = [sys.executable, "-m", "elastic_ext.agent"]
 PATIENT_AGENT = [sys.executable, str(SCRIPTS / "patient_agent.py")]  # where a limit of less than a second matters
 

@@ -41,7 +41,7 @@ from elastic_ext.cli.preflight import (
     tournament,
 )
 from tests import lossy_network
-from tests.jobs import AGENT, TORCHRUN, Job, run, wait_gone
+from tests.jobs import AGENT, COMES, HOSTS, TORCHRUN, Job, run, wait_gone
 from tests.lossy_network import CLEAN, LossyNetwork, Way
 from tests.ports import free_port
 from tests.until import LIMIT_S, until
@@ -408,13 +408,19 @@ def test_an_unwritable_directory_is_no_bad_node(tmp_path):
 def test_stock_torchrun_on_two_nodes(tmp_path):
     """Two agents on this machine, with two processes each: each process takes its share, rank 0 prints for all.
 
-    Their processors may be unequally busy, so what comes out of the figures, and the exit code, is not looked at.
+    No agent learns the exit code, 78 here: stock's agent whose worker fails leaves at once, and the other one, if it hosts the
+    store, waits 300 s for it without a word. Of agents of one address, the one started first has rank 0.
     """
     where = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job", "--local-addr=127.0.0.1"]
-    command = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=2", *where, *PREFLIGHT]
+    options = [*where, "--nnodes=2", "--nproc-per-node=2", "--no-python"]
+    script = ["sh", "-c", '"$@"; echo "exit code $?" >&2', "sh", sys.executable, *PREFLIGHT, "--rdzv-conf=local_dir=/proc"]
     with ExitStack() as stack:
-        jobs = [stack.enter_context(Job(command, tmp_path, GLOO_SOCKET_IFNAME="lo")) for _ in range(2)]
+        jobs = [
+            stack.enter_context(Job([*TORCHRUN, *options, *role, *script], tmp_path, GLOO_SOCKET_IFNAME="lo"))
+            for role in (COMES, HOSTS)
+        ]
         done = [job.finish() for job in jobs]
+    assert "".join(each.err for each in done).count("exit code 78") == 1
     (out,) = [each.out for each in done if each.out]
     figures = [Figure.of(fields) for fields in json.loads(out)["figures"]]
     host = socket.gethostname()
@@ -423,7 +429,7 @@ def test_stock_torchrun_on_two_nodes(tmp_path):
         *((measure, node) for measure in (MATMUL, COPY, DISK) for node in (one, other)),
         *((measure, one, other) for measure in (BANDWIDTH, LATENCY)),
     }
-    assert all(figure.value for figure in figures), out
+    assert {figure.part for figure in figures if not figure.value} == {"/proc"}, out
 
 
 @pytest.mark.full

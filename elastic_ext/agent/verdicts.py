@@ -35,6 +35,7 @@ from elastic_ext.workers.processes import Exit
 
 logger = logging.getLogger(__name__)
 
+RAISED = 1  # exit code of a worker that an exception ends
 PLATFORM_S = 2.0  # time for the platform to say why the agent has to stop
 
 
@@ -75,12 +76,37 @@ def _failed_with(ended: EndedRound, local_rank: int, exit_: Exit | None, error_f
     if not exit_.failed and not asked_to_end and local_rank not in ended.hung:
         return None
     if exit_.exitcode is not None:
-        return exit_.exitcode
+        return own_exitcode(exit_, exit_.exitcode, _leaving(ended.workers, local_rank, error_file))
     # Torch or its forkserver has reaped the process of a function entrypoint; torch records those that failed.
     failure = ended.torch_failures.get(ended.workers.ranks[local_rank])
     if failure is not None:
         return int(failure.exitcode)
     return 1 if error_file.data is not None else None
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """What a worker has said of its end with an error. since_ns: time.monotonic_ns() when that began; None: it said nothing."""
+
+    since_ns: int | None
+    code: int = RAISED
+
+
+def _leaving(workers: companion.LocalWorkers, local_rank: int, error_file: ErrorFile) -> Leaving:
+    """Return what it has said in its error file, and in its row of the progress table."""
+    row = workers.progress.read(local_rank) if workers.progress is not None else None
+    if row is None or not row.ends_with:
+        return Leaving(error_file.raised_ns)
+    return Leaving(error_file.raised_ns or row.ended_ns or None, row.ends_with)
+
+
+def own_exitcode(exit_: Exit, exitcode: int, leaving: Leaving) -> int:
+    """Return the exit code that a worker would have had without the agent. exitcode: the real one.
+
+    Where the agent's signal ended a worker that was about to end with an error, the signal says nothing.
+    """
+    by_agents_signal = exitcode < 0 and exit_.stop_sent_ns is not None
+    return leaving.code if by_agents_signal and not exit_.ended_by_agent(leaving.since_ns) else exitcode
 
 
 def cause_and_others(failed: Sequence[FailedWorker]) -> tuple[FailedWorker, list[FailedWorker]]:
@@ -99,7 +125,9 @@ def failed_by_itself(workers: companion.LocalWorkers) -> bool:
     return any(
         exit_.exitcode is not None
         and exit_.failed
-        and not exit_.ended_by_agent(read_error_file(workers.error_files.get(local_rank, "")).raised_ns)
+        and not exit_.ended_by_agent(
+            _leaving(workers, local_rank, read_error_file(workers.error_files.get(local_rank, ""))).since_ns
+        )
         for local_rank, exit_ in workers.processes.exits.items()
     )
 
@@ -136,6 +164,7 @@ def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | No
     code, signal_name = exit_status(exitcode)
     table = ended.workers.progress
     progress = table.read(local_rank) if table is not None else None
+    leaving = _leaving(ended.workers, local_rank, error_file)
     return replace(
         _of_host(ended, local_rank),
         exit_code=code,
@@ -146,8 +175,8 @@ def _of_exit(ended: EndedRound, local_rank: int, exitcode: int, exit_: Exit | No
         oom_kills=ended.host.oom_kills if signal_name == signal.SIGKILL.name or code == 128 + signal.SIGKILL else None,
         step=progress.steps if progress and progress.pid else None,
         first_step_done=progress.first_step_done if progress else None,
-        stopped_by_agent=exit_ is None or exit_.ended_by_agent(error_file.raised_ns),
-        ended_ns=error_file.raised_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
+        stopped_by_agent=exit_ is None or exit_.ended_by_agent(leaving.since_ns),
+        ended_ns=leaving.since_ns or (exit_.seen_ns if exit_ is not None else time.monotonic_ns()),
     )
 
 

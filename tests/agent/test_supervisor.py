@@ -15,7 +15,7 @@ from elastic_ext.agent.launch import start_line
 from elastic_ext.base import settings
 from elastic_ext.checkpoints.choice.agreement import Resumption
 from tests.failures.test_sources import memory_group
-from tests.jobs import AGENT, EXT, SCRIPTS, Job, run
+from tests.jobs import AGENT, EXT, SCRIPTS, Gate, Job, run
 
 GLOO = str(SCRIPTS / "gloo_job.py")
 
@@ -341,6 +341,25 @@ def test_modules_commands_and_the_switch(tmp_path):
     off = run([*EXT, "--nproc-per-node=1", "--rdzv-conf=bootstrap=off", "who.py"], tmp_path)
     assert "bootstrap.py" not in off.out
     assert "orig" in off.out
+
+
+@pytest.mark.seam
+def test_two_ranks_raise_and_exit_handlers_hang(tmp_path):
+    """The agent has to kill both, which says nothing of why they ended."""
+    (tmp_path / "raises.py").write_text(
+        "import atexit, fcntl, threading; atexit.register(threading.Event().wait); print('up', flush=True)\n"
+        "fcntl.flock(open('gate'), fcntl.LOCK_SH); raise RuntimeError('a shard is corrupt')\n"
+    )
+    gate = Gate(tmp_path / "gate")
+    conf = "--rdzv-conf=stop_grace=0.2,verdict_file=verdict"
+    with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=0", conf, "raises.py"], tmp_path) as job:
+        job.wait_for("(?m)^up$", 2)
+        gate.open()
+        assert job.finish().returncode == 1
+    reason = json.loads((tmp_path / "verdict").read_text())["decision"]["reason"]
+    assert "raised RuntimeError: a shard is corrupt" in reason
+    assert "signal" not in reason
+    assert len(re.findall(r"rank \d \(RuntimeError: a shard is corrupt\)", job.err)) == 1  # the other one
 
 
 @pytest.mark.full

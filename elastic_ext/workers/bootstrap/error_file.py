@@ -9,7 +9,7 @@ The file is one JSON object. "message" holds what torch's @record writes, "elast
     causes            ["type: message", ...] of the exceptions that Python shows above it, nearest first, truncated
     wrapped           [{"type", "message", "bases", "errno"}, ...] of what it was raised from, and of the members of a group,
                       nearest first, truncated
-    monotonic_ns      when the exception left the script
+    monotonic_ns      time.monotonic_ns() when the exception left the script
     first_step_done   whether an optimizer step was done; null if steps are not counted
 
 This file is loaded by path in every worker before the script; see `bootstrap.py` for what it may import.
@@ -43,11 +43,12 @@ def runpy_refusal(error: BaseException) -> "tuple[str, str] | None":
     return "ModuleNotFoundError" if absent else "ImportError", str(reason)
 
 
-def write(path: str, error: BaseException, trace: "TracebackType | None", first_step_done: "bool | None") -> bool:
+def write(path: str, error: BaseException, trace: "TracebackType | None", first_step_done: "bool | None", raised_ns: int) -> bool:
     """Write the error file, or add our account to what @record has written.
 
-    trace: the traceback of `error`, starting at the script's first frame. Returns False and leaves the file unchanged if it
-    holds something else. Raises OSError, and any error that the exception's own code raises.
+    trace: the traceback of `error`, starting at the script's first frame. raised_ns: time.monotonic_ns() when it left the script.
+    Returns False and leaves the file unchanged if it holds something else. Raises OSError, and any error that the exception's own
+    code raises.
     """
     import json
     import traceback
@@ -63,7 +64,7 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
         "wrapped": []
         if refusal
         else [_account(each, _type_name(type(each)), text_of(each), CAUSE_CHARACTERS) for each in _wrapped(error)],
-        "monotonic_ns": time.monotonic_ns(),
+        "monotonic_ns": raised_ns,
         "first_step_done": first_step_done,
     }
     present = _present(path)

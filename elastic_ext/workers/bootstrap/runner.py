@@ -70,7 +70,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     except BaseException as error:
         ended_ns = time.monotonic_ns()  # before the error file is written, which takes time
         # A child forked by the script also gets here, but only the process that the agent started reports to the agent.
-        recorded = pid == os.getpid() and _record(error, row)
+        recorded = pid == os.getpid() and _record(error, row, ended_ns)
         _reports.ending(error, ended_ns)
         if not isinstance(error, SystemExit):
             _show_without_our_frames(recorded and message.get("quiet_traceback") is True, namespace if run is exec else {})
@@ -272,14 +272,14 @@ def origin_of(module: object) -> "str | None":
     return origin if isinstance(origin, str) else None
 
 
-def _record(error: BaseException, row: "memoryview | None") -> bool:
+def _record(error: BaseException, row: "memoryview | None", raised_ns: int) -> bool:
     """Write the error file. Return True if it now describes the error, written by us or by torch's @record."""
     path = os.environ.get(error_file.ERROR_FILE_ENV)
     if not path or (isinstance(error, SystemExit) and not _says_why(error)):
         return False
     first_step_done = bool(row[layout.STEPS]) if row and row[layout.OPTIM_HOOKED] else None
     try:
-        return error_file.write(path, error, _without_our_frames(error.__traceback__), first_step_done)
+        return error_file.write(path, error, _without_our_frames(error.__traceback__), first_step_done, raised_ns)
     except Exception as failure:  # noqa: BLE001 - this runs the exception's own code, and nothing may change how the script ends
         reason = error_file.text_of(failure)
         _warn(f"cannot write the error file {path}: {reason}; the agent will see only the exit code")

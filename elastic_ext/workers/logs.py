@@ -6,13 +6,14 @@ every version of torch, `reify` is the public hook in which a plug-in sees the e
 torch's own LogsSpecs sets TORCHELASTIC_ERROR_FILE in it.
 
 A relay (`relay.py`) stands between the workers and the console. Each worker's bootstrap opens a named pipe as its fd 2, so the
-relay also gets what C code and child processes write. Two things can differ from a worker that writes to the console itself: its
+relay also gets what C code and child processes write. For a program without a bootstrap (`--no-python`, `bootstrap=off`), torch
+opens it, as it does a file. Two things can differ from a worker that writes to the console itself: its
 stdout is not relayed, so if both go to one place, their order may be off by the time of one read; and a console that is gone
 costs the output, not the worker.
 
 If stderr goes to a file (--log-dir with --redirects or --tee), nothing is relayed, and the tail is the end of that file. The
-tail is None, and the worker keeps its stderr, if the console is a terminal (progress bars and debuggers check for one), if no
-bootstrap runs (functions, other programs), or if a pipe or the relay cannot be created.
+tail is None, and the worker keeps its stderr, if the console is a terminal (progress bars and debuggers check for one), if the
+worker is a function, or if a pipe or the relay cannot be created.
 
 Why the relay is a process: a thread of the agent can do the same work, and does if no process can run. Measured side by side
 on two busy shared cores with two to eight writers:
@@ -376,7 +377,7 @@ class StderrTails:
             self._relay.forget_round()
 
     def connect(self, local_rank: int, destination: str, directory: str) -> str | None:
-        """Return the named pipe that this worker's bootstrap must open as its stderr; None if the worker keeps its stderr.
+        """Return the named pipe that is to be this worker's stderr; None if the worker keeps its stderr.
 
         destination: where torch sends its stderr: a file, os.devnull, or "" for the console. directory: where to make the pipe.
         """
@@ -452,6 +453,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         # Set once: the agent's private directory, for the files of a job that wants no logs; the end of the workers' stderr.
         self.run_dir = ""
         self.stderr = StderrTails(enabled=False)
+        self.has_bootstrap = True  # whether workers run through the bootstrap, which opens the pipe of their stderr
         # Set before each round, by local rank or for all workers of this node.
         self.variables: dict[str, str] = {}  # for their environment; TORCHELASTIC_RESTART_COUNT names the log directory
         self.own_variables: dict[int, dict[str, str]] = {}  # what differs for a worker
@@ -501,16 +503,22 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             shutil.rmtree(self._round_dir, ignore_errors=True)
         self.remove()
         self._round_dir = os.path.join(self.run_dir, f"attempt_{self.variables['TORCHELASTIC_RESTART_COUNT']}")
+        pipes: dict[int, str] = {}
         for local_rank, env in envs.items():
             error_file = env.get("TORCHELASTIC_ERROR_FILE") or os.path.join(self._private_dir(local_rank), "error.json")
             env["TORCHELASTIC_ERROR_FILE"] = self.error_files[local_rank] = error_file
             self.stacks_files[local_rank] = os.path.join(os.path.dirname(error_file), "stacks.txt")
-            env[worker_env.WORKER_ENV] = json.dumps(self._message(local_rank, dest.stderrs[local_rank]))
+            destination = dest.stderrs[local_rank]  # a file, os.devnull, or "" for the console
+            pipe = self.stderr.connect(local_rank, destination, self._private_dir(local_rank))
+            if pipe is not None:
+                pipes[local_rank] = pipe
+            env[worker_env.WORKER_ENV] = json.dumps(self._message(local_rank, destination, pipe))
         # Torch reads the files named here, without checks, as soon as a worker has failed. The supervisor checks what it reads.
-        return dataclasses.replace(dest, error_files=dict.fromkeys(dest.error_files, ""))
+        stderrs = dest.stderrs if self.has_bootstrap else {**dest.stderrs, **pipes}
+        return dataclasses.replace(dest, error_files=dict.fromkeys(dest.error_files, ""), stderrs=stderrs)
 
-    def _message(self, local_rank: int, destination: str) -> dict[str, object]:
-        """Return this worker's message. destination: where torch sends its stderr: a file, os.devnull, or "" for the console."""
+    def _message(self, local_rank: int, destination: str, pipe: str | None) -> dict[str, object]:
+        """Return this worker's message. destination: where torch sends its stderr. pipe: see `StderrTails.connect`."""
         message = {
             "version": worker_env.VERSION,
             "progress_version": progress_layout.VERSION,
@@ -519,8 +527,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             # If stderr goes to a file, the traceback belongs in that file; on the console, the agent shows it once.
             "quiet_traceback": destination in ("", os.devnull),
         }
-        pipe = self.stderr.connect(local_rank, destination, self._private_dir(local_rank))
-        return message if pipe is None else {**message, "stderr": pipe}
+        return {**message, "stderr": pipe} if pipe is not None and self.has_bootstrap else message
 
     def _private_dir(self, local_rank: int) -> str:
         path = os.path.join(self._round_dir, str(local_rank))

@@ -345,7 +345,7 @@ def test_modules_commands_and_the_switch(tmp_path):
 
 @pytest.mark.seam
 def test_two_ranks_raise_and_exit_handlers_hang(tmp_path):
-    """The agent has to kill both, which says nothing of why they ended."""
+    """The agent has to kill them, which says nothing of why they ended; or it ends the other one before that says why."""
     (tmp_path / "raises.py").write_text(
         "import atexit, fcntl, threading; atexit.register(threading.Event().wait); print('up', flush=True)\n"
         "fcntl.flock(open('gate'), fcntl.LOCK_SH); raise RuntimeError('a shard is corrupt')\n"
@@ -359,7 +359,7 @@ def test_two_ranks_raise_and_exit_handlers_hang(tmp_path):
     reason = json.loads((tmp_path / "verdict").read_text())["decision"]["reason"]
     assert "raised RuntimeError: a shard is corrupt" in reason
     assert "signal" not in reason
-    assert len(re.findall(r"rank \d \(RuntimeError: a shard is corrupt\)", job.err)) == 1  # the other one
+    assert re.search(r"also ended: rank \d \((RuntimeError: a shard is corrupt|SIGTERM)\)", job.err)
 
 
 @pytest.mark.full

@@ -431,9 +431,10 @@ for n in range(5000):
 def test_a_chatty_job_looks_as_under_stock(tmp_path):
     (tmp_path / "chatty.py").write_text(CHATTY)
     seen = []
-    for command in (STOCK, EXT):
+    without_bootstrap = [*EXT, "--nproc-per-node=2", "--no-python", sys.executable]
+    for command in ([*STOCK, "--nproc-per-node=2"], [*EXT, "--nproc-per-node=2"], without_bootstrap):
         done = subprocess.run(
-            [*command, "--nproc-per-node=2", "chatty.py"],
+            [*command, "chatty.py"],
             cwd=tmp_path,
             env=environment(),
             capture_output=True,
@@ -441,8 +442,51 @@ def test_a_chatty_job_looks_as_under_stock(tmp_path):
         )
         lines = done.stderr.split(b"\n")
         seen.append([[line for line in lines if line.startswith(b"W%d " % rank)] for rank in range(2)])
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] == seen[2]
     assert [len(lines) for lines in seen[0]] == [5000, 5000]
+
+
+FAILS_AT_START = """
+import os, sys
+print("loading", os.isatty(2), file=sys.stderr)
+config = {}
+config["lr"]
+"""
+
+
+@pytest.mark.seam
+@pytest.mark.full("off")
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(["--no-python", "bash", "-c", f"{sys.executable} fails.py"], id="command"),
+        pytest.param(["--no-python", sys.executable, "-X", "dev", "fails.py"], id="other-options-off"),
+        pytest.param(["--rdzv-conf=bootstrap=off", "fails.py"], id="bootstrap-off"),
+    ],
+)
+def test_programs_without_bootstrap_leave_their_traceback(tmp_path, how):
+    """It is evidence, and the screen shows it once, before the agent's own line."""
+    (tmp_path / "fails.py").write_text(FAILS_AT_START)
+    job = run([*EXT, "--nproc-per-node=1", "--max-restarts=0", *how], tmp_path, ELASTIC_EXT_VERDICT_FILE="verdict")
+    assert job.returncode != 0
+    assert "rank 0 raised KeyError: 'lr' at " in json.loads((tmp_path / "verdict").read_text())["decision"]["reason"]
+    lines = job.err.splitlines()
+    first, last = lines.index("loading False"), lines.index("KeyError: 'lr'")
+    assert lines[first + 1] == "Traceback (most recent call last):"
+    assert '    config["lr"]' in lines[first:last]
+    assert "elastic_ext: stop: " in lines[last + 1]
+    assert lines.count("KeyError: 'lr'") == 1
+
+
+@pytest.mark.full
+def test_a_command_keeps_its_terminal(tmp_path):
+    """On a terminal nothing stands between: colours and progress bars depend on it."""
+    controller, terminal = os.openpty()
+    command = [*EXT, "--nproc-per-node=1", "--no-python", "bash", "-c", "test -t 2 && echo on a terminal"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=terminal, timeout=LIMIT_S)
+    os.close(terminal)
+    os.close(controller)
+    assert (done.returncode, done.stdout) == (0, b"on a terminal\n")
 
 
 @pytest.mark.full

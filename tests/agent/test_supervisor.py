@@ -353,7 +353,7 @@ def test_two_ranks_raise_and_exit_handlers_hang(tmp_path):
     gate = Gate(tmp_path / "gate")
     conf = "--rdzv-conf=stop_grace=0.2,verdict_file=verdict"
     with Job([*AGENT, "--nproc-per-node=2", "--max-restarts=0", conf, "raises.py"], tmp_path) as job:
-        job.wait_for("(?m)^up$", 2)
+        job.wait_for("up", 2)
         gate.open()
         assert job.finish().returncode == 1
     reason = json.loads((tmp_path / "verdict").read_text())["decision"]["reason"]

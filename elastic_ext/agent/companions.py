@@ -254,9 +254,8 @@ class JobCompanions:
         self.observation.read_scripts(logs.run_dir)
         # readable when a worker has news
         self.wake_pipe = stack.enter_context(closing(WakePipe(os.path.join(logs.run_dir, "wake"))))
-        logs.has_bootstrap = launch.has_bootstrap(spec)
-        of_programs = isinstance(spec.entrypoint, str)  # a function has the agent's own stderr
-        logs.stderr = stack.enter_context(closing(StderrTails(extras and settings.stderr_tail and of_programs)))
+        tails = extras and settings.stderr_tail and isinstance(spec.entrypoint, str)  # a function has the agent's own stderr
+        logs.stderr = stack.enter_context(closing(StderrTails(tails, launch.has_bootstrap(spec))))
         self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir))  # the copies of the workers' state in memory
         self.host = HostProbe(settings, interface=own_interface(handler.address))
         stack.callback(self.host.close)

@@ -356,7 +356,9 @@ class RelayClient:
 class StderrTails:
     """The last stderr output of this round's workers, by local rank. Has a relay from construction to close()."""
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, by_bootstrap: bool = True) -> None:
+        """by_bootstrap: whether the workers' bootstrap opens their pipes; else torch does, as if they were files."""
+        self.by_bootstrap = by_bootstrap
         self._relay: RelayClient | None = None
         self._sources: dict[int, StderrSource] = {}
         self._files: dict[int, str] = {}
@@ -453,7 +455,6 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
         # Set once: the agent's private directory, for the files of a job that wants no logs; the end of the workers' stderr.
         self.run_dir = ""
         self.stderr = StderrTails(enabled=False)
-        self.has_bootstrap = True  # whether workers run through the bootstrap, which opens the pipe of their stderr
         # Set before each round, by local rank or for all workers of this node.
         self.variables: dict[str, str] = {}  # for their environment; TORCHELASTIC_RESTART_COUNT names the log directory
         self.own_variables: dict[int, dict[str, str]] = {}  # what differs for a worker
@@ -514,7 +515,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
                 pipes[local_rank] = pipe
             env[worker_env.WORKER_ENV] = json.dumps(self._message(local_rank, destination, pipe))
         # Torch reads the files named here, without checks, as soon as a worker has failed. The supervisor checks what it reads.
-        stderrs = dest.stderrs if self.has_bootstrap else {**dest.stderrs, **pipes}
+        stderrs = dest.stderrs if self.stderr.by_bootstrap else {**dest.stderrs, **pipes}
         return dataclasses.replace(dest, error_files=dict.fromkeys(dest.error_files, ""), stderrs=stderrs)
 
     def _message(self, local_rank: int, destination: str, pipe: str | None) -> dict[str, object]:
@@ -527,7 +528,7 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             # If stderr goes to a file, the traceback belongs in that file; on the console, the agent shows it once.
             "quiet_traceback": destination in ("", os.devnull),
         }
-        return {**message, "stderr": pipe} if pipe is not None and self.has_bootstrap else message
+        return {**message, "stderr": pipe} if pipe is not None and self.stderr.by_bootstrap else message
 
     def _private_dir(self, local_rank: int) -> str:
         path = os.path.join(self._round_dir, str(local_rank))

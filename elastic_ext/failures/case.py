@@ -81,6 +81,7 @@ PAST: Fields = {
     "node": _TEXT,
     "first_step_done": _FLAG,
     "cut": _TEXTS,
+    "moved": _FLAG,
 }
 
 
@@ -143,6 +144,7 @@ def _past(past: Mapping[str, Any], number: int) -> Precedent:
         past.get("node"),
         past.get("first_step_done"),
         cut=tuple(past.get("cut") or ()),
+        moved=past.get("moved") is not False and past.get("node") is not None,  # as a restart moves them
     )
 
 

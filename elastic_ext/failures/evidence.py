@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
-from elastic_ext.base.diagnosis import NETWORK, STORAGE
-from elastic_ext.base.records import Count, Rank
+from elastic_ext.base.records import Rank
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
 MAX_MESSAGE = 16 * 1024  # characters of a message that are kept, because the job's records hold them
@@ -77,16 +76,11 @@ class Traits:
     kind: str = ""  # the kind of its diagnosis; "" if unknown
     warm: bool | None = None  # whether its process was a warm standby; None if unknown
     cut: tuple[str, ...] = ()  # see Evidence
-    # number of nodes of its round, if a bad node may cause such failures (`policy.may_be_of_a_node`); 0: not, or unknown
-    of_nodes: Count = 0
+    of_node: bool = False  # whether a bad node may cause such failures, see `policy.may_be_of_a_node`
     before_repair: bool = False  # whether its node has been given back since, see `ledger.given_back`
     lost_node: bool = False  # whether a node that was lost caused it
-    moved: bool = False  # whether the ranks of its node changed places with another node's for the restart after it
-
-    @property
-    def maybe_outage(self) -> bool:
-        """Whether a bad node may cause such failures, and an outage, too."""
-        return self.of_nodes > 0 and self.kind in (STORAGE, NETWORK)
+    # whether the ranks of its node changed places with another node's for the restart after it, or it was no rank's, as of a link
+    moved: bool = False
 
 
 TRAITS = tuple(each.name for each in fields(Traits))
@@ -148,6 +142,7 @@ class Evidence:
     # of all workers that hung, the one with the lowest value is the cause (see `hangs.detector.Stuck`)
     hang_blame: tuple[int, ...] = ()
     shared: bool = False  # workers of other nodes have failed in the same way in the same round, so that no node is to blame
+    everywhere: bool = False  # so have those of all nodes whose workers failed by themselves; see `judgement`
     # the names, in order, of each two hosts of the job that cannot reach each other; the first two stand for all
     cuts: tuple[tuple[str, ...], ...] = ()
     cuts_text: str = ""  # who gets no answer from whom, in one line

@@ -10,36 +10,17 @@ from dataclasses import dataclass, field, replace
 from elastic_ext.base.diagnosis import NETWORK, NUMERIC, Response, compared
 from elastic_ext.base.printable import beginnings
 from elastic_ext.base.printable import cut as shortened
+from elastic_ext.failures import joint_evidence as joint
+from elastic_ext.failures import ledger as records
 from elastic_ext.failures import policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
-from elastic_ext.failures.joint_evidence import (
-    NO_RANK,
-    NOTHING_KNOWN,
-    Cut,
-    Difference,
-    Reach,
-    choose_cut,
-    difference,
-    find_cuts,
-    union,
-)
-from elastic_ext.failures.ledger import (
-    MAX_FAILURES,
-    MAX_STACKS,
-    MAX_VERDICTS,
-    JobVerdict,
-    Ledger,
-    PastFailure,
-    Report,
-    past_failure,
-    precedents,
-)
+from elastic_ext.failures.ledger import JobVerdict, Ledger, PastFailure, Report, past_failure, precedents
 from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS
 
 VICTIM = 120  # characters of a victim's message
 MAX_NAMED = 8  # lost nodes in a reason
-TOO_FEW = "too-few-left"  # name of a rule
+TOO_FEW, STOPPED = "too-few-left", "stopped-by-agent"  # names of rules
 _RANK = re.compile(r"(?<!local )\brank (\d{1,9})\b", re.IGNORECASE)
 
 LEAST_STACKS = 150  # characters of a node: a sentence
@@ -68,7 +49,7 @@ class Circumstances:
     charges: int | None = None  # restarts charged within the budget's window; None without a window, when all count
     # what nodes reported of their connections while the job hung, by id, besides their reports: connections may be gone by the
     # time of a report. Of the other nodes of the round, their addresses
-    reaches: Mapping[str, Reach] = field(default_factory=dict)
+    reaches: Mapping[str, joint.Reach] = field(default_factory=dict)
     hosts: Mapping[str, str] = field(default_factory=dict)  # their names, by id
     at: str = ""  # see JobVerdict
     kind_limits: Mapping[str, int] = field(default_factory=dict)  # see policy.Budget
@@ -112,10 +93,9 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports, circumstances.lost)):
         decision = replace(decision, reason=f"{decision.reason}; {apart}")
     charged = budget.charged + decision.charged
-    of_nodes = nodes.at_failure if policy.may_be_of_a_node(cause.diagnosis) else 0
-    lost = policy.of_lost_node(cause.diagnosis)
-    now = replace(now, charged=decision.charged, of_nodes=of_nodes, moved=decision.moves_ranks, lost_node=lost)
-    stacks = beginnings([f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks], MAX_STACKS, LEAST_STACKS)
+    now = replace(now, charged=decision.charged, moved=decision.moves_ranks or cause.diagnosis.evidence.link_failed)
+    found = [f"on {each.host}: {each.stacks}" for each in reports.values() if each.stacks]
+    stacks = beginnings(found, records.MAX_STACKS, LEAST_STACKS)
     verdict = JobVerdict(
         decision,
         round_,
@@ -133,10 +113,10 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         refused_by=_refused_by(reports, cause, decision),
         bad=bad,
     )
-    failures = (*ledger.failures, now)[-MAX_FAILURES:]
+    failures = (*ledger.failures, now)[-records.MAX_FAILURES :]
     if bad:  # the next launch is on other nodes, and has a budget of its own
         charged, failures = 0, tuple(replace(each, charged=False) for each in failures)
-    return Ledger(failures, charged, (*ledger.verdicts, verdict)[-MAX_VERDICTS:]), verdict
+    return Ledger(failures, charged, (*ledger.verdicts, verdict)[-records.MAX_VERDICTS :]), verdict
 
 
 def _bad(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision) -> tuple[str, ...]:
@@ -173,9 +153,9 @@ def too_few_left(ledger: Ledger, circumstances: Circumstances, round_: int) -> t
         policy.Action.STOP, NETWORK, f"{names}{more}; {left} (rejoin_timeout)", code, TOO_FEW, response=Response.REQUEUE
     )
     verdict = JobVerdict(
-        decision, round_, lost[0].id, lost[0].host, NO_RANK, ledger.charged, circumstances.max_restarts, circumstances.at
+        decision, round_, lost[0].id, lost[0].host, joint.NO_RANK, ledger.charged, circumstances.max_restarts, circumstances.at
     )
-    return replace(ledger, verdicts=(*ledger.verdicts, verdict)[-MAX_VERDICTS:]), verdict
+    return replace(ledger, verdicts=(*ledger.verdicts, verdict)[-records.MAX_VERDICTS :]), verdict
 
 
 @dataclass(frozen=True)
@@ -220,7 +200,7 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     cause = root_cause([report.diagnosis for report in reports.values()])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
-    differ = difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
+    differ = joint.difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
     if differ is not None and differ.agreed is not None:
         return _of_replicas(reports, differ)
     if circumstances.lost and (report.follows or cause.rule == NETWORK_RULE):
@@ -242,8 +222,10 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         return _of_replay(reports, cause, node)
     if cause.rule == RERUN_DIFFERS:
         return _of_rerun(cause, report, ledger.failures, hosts)
-    shared = not report.follows and cause.rule != RERUN and sum(_alike(cause, each.diagnosis) for each in reports.values()) > 1
-    cause = replace(cause, evidence=replace(cause.evidence, shared=shared))
+    by_themselves = [each.diagnosis for each in reports.values() if each.diagnosis.rule != STOPPED]
+    alike = sum(_alike(cause, each) for each in by_themselves) if not report.follows and cause.rule != RERUN else 0
+    everywhere = alike == len(by_themselves) > 1
+    cause = replace(cause, evidence=replace(cause.evidence, shared=alike > 1, everywhere=everywhere))
     return _Cause(cause, report, node, report.host, cause.evidence.rank)
 
 
@@ -277,10 +259,10 @@ def _of_rerun(cause: Diagnosis, report: Report, earlier: Sequence[PastFailure], 
     refused = report.resumed_at - 1 if report.resumed_at else None
     if len(at) == 1:
         found = replace(cause, evidence=replace(cause.evidence, node=asked))
-        return _Cause(found, report, at[0], hosts[at[0]], NO_RANK, refused)
+        return _Cause(found, report, at[0], hosts[at[0]], joint.NO_RANK, refused)
     reason = f"{cause.reason}; that one is not known, or no longer in the job, so no node is replaced"
     found = replace(cause, response=Response.RESTART, reason=reason, evidence=replace(cause.evidence, node=None))
-    return _Cause(found, report, "", "", NO_RANK, refused)
+    return _Cause(found, report, "", "", joint.NO_RANK, refused)
 
 
 def _of_link(victim: Diagnosis, report: Report, node: str, holder: Report) -> _Cause:
@@ -289,14 +271,14 @@ def _of_link(victim: Diagnosis, report: Report, node: str, holder: Report) -> _C
     Where links of several nodes went down, as with a switch, no node is to blame.
     """
     of_holder = holder.diagnosis.evidence
-    evidence = Evidence(NO_RANK, node=holder.host, links=of_holder.links, link_away=of_holder.link_away, link_failed=True)
+    evidence = Evidence(joint.NO_RANK, node=holder.host, links=of_holder.links, link_away=of_holder.link_away, link_failed=True)
     seen = victim.evidence
     found = classify(replace(evidence, step=seen.step, first_step_done=seen.first_step_done, ended_ns=seen.ended_ns))
     reason = f"{found.reason}; then {shortened(describe(seen), VICTIM)}, on {report.host}"
-    return _Cause(replace(found, reason=reason), report, node, holder.host, NO_RANK)
+    return _Cause(replace(found, reason=reason), report, node, holder.host, joint.NO_RANK)
 
 
-def _of_replicas(reports: Mapping[str, Report], differ: Difference) -> _Cause:
+def _of_replicas(reports: Mapping[str, Report], differ: joint.Difference) -> _Cause:
     """Return the odd replica as the cause, however the round has ended; without a majority, all."""
     held = {id_: {rank for hashed in each.hashed for rank in hashed.ranks} for id_, each in reports.items()}
     holders = {id_: [rank for rank in differ.odd if rank in held[id_]] for id_ in reports}
@@ -322,30 +304,32 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
     reason = f"node {first.host} {first.how}{more}; then {describe(evidence)}, on {report.host}"
     diagnosis = replace(victim, response=Response.RESTART_FREE, reason=reason, evidence=replace(victim.evidence, node=first.host))
-    return _Cause(diagnosis, report, first.id, first.host, NO_RANK)
+    return _Cause(diagnosis, report, first.id, first.host, joint.NO_RANK)
 
 
-def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[Cut]:
+def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[joint.Cut]:
     known = dict(circumstances.reaches)
     for id_, report in reports.items():
-        known[id_] = union(report.reach, known.get(id_, NOTHING_KNOWN))
-    return [each for each in find_cuts(known) if each.node in reports]
+        known[id_] = joint.union(report.reach, known.get(id_, joint.NOTHING_KNOWN))
+    return [each for each in joint.find_cuts(known) if each.node in reports]
 
 
 def _cut_off(
-    reports: Mapping[str, Report], found: Sequence[Cut], hosts: Mapping[str, str], earlier: Sequence[tuple[str, ...]]
+    reports: Mapping[str, Report], found: Sequence[joint.Cut], hosts: Mapping[str, str], earlier: Sequence[tuple[str, ...]]
 ) -> _Cause:
     """Return what `_cause` returns for hosts that cannot reach each other: their workers wait, or NCCL gives up.
 
     hosts, earlier: see `choose_cut`. A node that others miss may have nothing to report: no worker has failed there. That it says
     nothing makes it the likelier one of two.
     """
-    ranks = {id_: reports[id_].diagnosis.evidence.rank if id_ in reports else NO_RANK for each in found for id_ in each.pair}
-    order = {id_: rank if rank != NO_RANK else len(ranks) + max(ranks.values()) for id_, rank in ranks.items()}
-    cut, node = choose_cut(found, order, hosts, earlier)
+    ranks = {
+        id_: reports[id_].diagnosis.evidence.rank if id_ in reports else joint.NO_RANK for each in found for id_ in each.pair
+    }
+    order = {id_: rank if rank != joint.NO_RANK else len(ranks) + max(ranks.values()) for id_, rank in ranks.items()}
+    cut, node = joint.choose_cut(found, order, hosts, earlier)
     here, there, silent = hosts[cut.node], hosts[cut.other], cut.silent
-    who = f"rank {silent.rank} on {here}" if silent.rank != NO_RANK else here
-    of_rank = f", the host of rank {ranks[cut.other]}" if ranks[cut.other] != NO_RANK else ""
+    who = f"rank {silent.rank} on {here}" if silent.rank != joint.NO_RANK else here
+    of_rank = f", the host of rank {ranks[cut.other]}" if ranks[cut.other] != joint.NO_RANK else ""
     reason = f"{who} gets no answer from {there}{of_rank} ({silent.address})"
     if silent.for_s:
         reason += f", for {silent.for_s:.3g} s"

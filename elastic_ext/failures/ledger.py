@@ -24,7 +24,17 @@ from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, With
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import TRAITS, Precedent, Traits
 from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Hashed, Reach
-from elastic_ext.failures.policy import ACTIONS, EX_TRY_AGAIN, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
+from elastic_ext.failures.policy import (
+    ACTIONS,
+    EX_TRY_AGAIN,
+    NO_LIMIT,
+    STOP_CODES,
+    Action,
+    Decision,
+    exit_code_for,
+    may_be_of_a_node,
+    of_lost_node,
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,8 @@ def past_failure(
         saved_at=saved_at,
         warm=evidence.warm,
         cut=evidence.cut,
+        of_node=may_be_of_a_node(diagnosis),
+        lost_node=of_lost_node(diagnosis),
         rank=evidence.rank,
         rule=diagnosis.rule,
     )
@@ -255,11 +267,8 @@ class Ledger:
 
 
 def given_back(ledger: Ledger, node: str) -> Ledger:
-    """Return the ledger after this node was repaired and given back: the rule `bad-node` counts its failures from now on.
-
-    Those before stay, as failures of the job: they say how many each other node may have by chance.
-    """
-    own = [bool(past.of_nodes) and node in (past.node, *past.cut) for past in ledger.failures]
+    """Return the ledger after this node was repaired and given back: the rule `bad-node` counts its failures from now on."""
+    own = [past.of_node and node in (past.node, *past.cut) for past in ledger.failures]
     failures = (replace(past, before_repair=past.before_repair or here) for past, here in zip(ledger.failures, own, strict=True))
     return replace(ledger, failures=tuple(failures))
 

@@ -283,7 +283,7 @@ def test_a_host_given_back_counts_as_repaired(server):
     """The leader judges by the ledger in etcd, and writes it only as it has read it: so all agents know from then on."""
     with EtcdClient(server.endpoint) as client:
         lease = client.lease_grant(600).lease_id
-        failures = tuple(PastFailure("f", node=host, of_nodes=64) for host in ("n1", "n2", "n1"))
+        failures = tuple(PastFailure("f", node=host, of_node=True) for host in ("n1", "n2", "n1"))
         client.txn([], [Put(KEYS.ledger, encode_ledger(Ledger(failures, 2)), lease), Put(KEYS.refusal("n1"), "bad", lease)])
         assert requests.undo(client, "job", "n1-12-abcdef") == (
             "n1 may come back; its failures so far no longer count against it (bad-node)"

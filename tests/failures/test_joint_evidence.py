@@ -106,7 +106,7 @@ def test_the_first_hang_names_a_pair_only():
     assert (second.decision.response, second.node, second.host, second.rank) == (Response.REPLACE_NODE, "c", "host-c", 4)
     assert second.for_node("c", "design").exit_code == 69
     assert second.for_node("b", "design").exit_code is None
-    assert second.decision.reason.endswith("host-c was cut off like this before, without progress since; host-c leaves")
+    assert second.decision.reason.endswith("; host-c was cut off like this before")
 
 
 ENOUGH = dataclasses.replace(RULES, max_restarts=99)
@@ -140,13 +140,12 @@ EXPIRED = dataclasses.replace(ENOUGH, charges=0)
 def test_with_progress_unknown_only_consecutive_cuts_count(steps, rounds, rules, last):
     verdicts = judged(*rounds, rules=rules, steps=steps[: len(rounds)], resumed_at=None)
     assert verdicts[-1].decision.rule == last
-    assert ("was cut off like this the last time, too; host-c leaves" in verdicts[-1].decision.reason) == (last == "cut-again")
+    assert ("host-c was cut off like this before" in verdicts[-1].decision.reason) == (last == "cut-again")
 
 
 def test_steps_lost_for_certain_count_at_any_time():
     verdicts = judged(CUT, OTHER, CUT, rules=EXPIRED, steps=(5, 5, 5))
     assert verdicts[-1].decision.rule == "cut-again"
-    assert verdicts[-1].decision.reason.endswith("before, without progress since; host-c leaves")
 
 
 def test_one_that_left_uncharged_still_counts_its_cut():
@@ -269,7 +268,7 @@ def of_nccl(silent: str, resumed_at: int = 0) -> dict[str, Report]:
     ],
 )
 def test_a_bad_link_that_returns_costs_the_node(rounds, progress, rules, last):
-    """At once without progress; else if it is in more pairs than chance explains. All fail at once: a reports first.
+    """At once without progress; else if it is in three pairs, with several others. All fail at once: a reports first.
 
     progress: between two failures; None: between the first two alone.
     """
@@ -284,16 +283,6 @@ def test_a_bad_link_that_returns_costs_the_node(rounds, progress, rules, last):
     assert not verdict.decision.moves_ranks
     assert verdict.decision.rule != "ceiling" or verdict.decision.exit_code == 75
     assert ledger.failures[-1].kind == "network"
-
-
-def test_a_suspect_of_one_pair_stays_with_reason():
-    ledger = Ledger()
-    for number in range(3):
-        ledger, verdict = judge(
-            of_nccl("a:b", 10 * number), ledger, Circumstances(-1, nodes=65, members=64, min_nodes=64), number
-        )
-    stays = "host-b, too many for chance with 64 nodes, but either of the two hosts may be the bad one; restart"
-    assert stays in verdict.decision.reason
 
 
 def test_a_node_with_nothing_to_report_is_missed():

@@ -44,11 +44,19 @@ PEER = {"type_": "RuntimeError", "message": "Connection closed by peer [127.0.0.
 STORE = {"type_": "torch.distributed.DistStoreError", "message": "wait timeout after 3000ms, keys: /a/0//cpu//0/1"}
 
 
-def again(reports, times, rules=RULES):
-    """Judge the same reports this many times; return the last ledger and all verdicts."""
+def moved(told, by):
+    """The same report of other ranks, as after they have moved."""
+    diagnosis = told.diagnosis
+    evidence = dataclasses.replace(diagnosis.evidence, rank=diagnosis.evidence.rank + by)
+    return dataclasses.replace(told, diagnosis=dataclasses.replace(diagnosis, evidence=evidence))
+
+
+def again(reports, times, rules=RULES, moves=0):
+    """Judge the same reports this many times; return the last ledger and all verdicts. moves: added to each rank every time."""
     ledger, verdicts = Ledger(), []
     for round_ in range(1, times + 1):
-        ledger, verdict = judge(reports, ledger, rules, round_)
+        told = {host: moved(each, moves * round_) for host, each in reports.items()}
+        ledger, verdict = judge(told, ledger, rules, round_)
         verdicts.append(verdict)
     return ledger, verdicts
 
@@ -332,7 +340,7 @@ def test_to_go_back_is_not_to_get_further(tries, decisions):
 def test_a_staying_node_marks_the_checkpoint():
     rules = dataclasses.replace(RULES, nodes=3, min_nodes=2, members=3)
     told = {"b": report("hb", **STOPPED, rank=2, step=61), "a": report("ha", "FloatingPointError", "loss is nan", 0, step=61)}
-    _, (first, second) = again(told, 2, rules)
+    _, (first, second) = again(told, 2, rules, moves=8)
     assert (first.decision.response, first.refused_by, first.node) == (Response.CONFIRM, "", "a")
     assert (second.decision.rule, second.decision.checkpoints_back) == ("same-node", 1)
     assert (second.node, second.refused_by) == ("a", "b")
@@ -441,18 +449,18 @@ def test_endless_requests_for_a_try_spend_the_budget():
 
 
 @pytest.mark.parametrize(
-    ("failure", "times", "rule"),
+    ("failure", "times", "ends"),
     [
-        ({"exit_code": 9, "first_step_done": False}, 3, "repeated"),
-        ({"type_": "my.NoLicense", "message": "server 7", "first_step_done": False}, 3, "repeated"),
-        ({"type_": "KeyError", "message": "'missing'", "step": 1}, 2, "repeated"),
+        ({"exit_code": 9, "first_step_done": False}, 3, ("ceiling", 1)),  # an exit code alone shows no bug
+        ({"type_": "my.NoLicense", "message": "server 7", "first_step_done": False}, 3, ("repeated", 65)),
+        ({"type_": "KeyError", "message": "'missing'", "step": 1}, 2, ("repeated", 65)),
     ],
     ids=["silent", "unknown", "bug"],
 )
-def test_the_same_failure_stops_a_job_without_limit(failure, times, rule):
+def test_the_same_failure_stops_a_job_without_limit(failure, times, ends):
     _, verdicts = again({"a": report("ha", **failure)}, times, Circumstances(NO_LIMIT, nodes=1, min_nodes=1))
     assert [verdict.ends_job for verdict in verdicts] == [False] * (times - 1) + [True]
-    assert (verdicts[-1].decision.rule, verdicts[-1].decision.exit_code) == (rule, 65)
+    assert (verdicts[-1].decision.rule, verdicts[-1].decision.exit_code) == ends
 
 
 @pytest.mark.parametrize("moves", [True, False])
@@ -474,12 +482,15 @@ def test_a_later_checkpoint_gives_the_budget_back():
 
 
 def test_a_node_that_fails_twice_alike_leaves():
-    _, (first, second) = again({"a": report("ha", signal="SIGSEGV", step=3, resumed_at=0)}, 2)
+    segv = {"a": report("ha", signal="SIGSEGV", step=3, resumed_at=0)}
+    _, (first, second) = again(segv, 2, moves=8)
     assert first.decision.response is Response.CONFIRM
     assert (second.decision.response, second.ends_job) == (Response.REPLACE_NODE, False)
     assert (second.for_node("a", "design").action, second.for_node("a", "design").exit_code) == (Action.STOP, 69)
     assert (second.for_node("b", "design").action, second.for_node("b", "design").exit_code) == (Action.RESTART, None)
     assert second.keeps_ledger
+    _, (*_, third) = again(segv, 3)  # as in a job that is submitted again: the node has the same ranks, so it shows nothing
+    assert (third.decision.rule, third.decision.exit_code) == ("ceiling", 1)
 
 
 def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank=None, repaired=()):
@@ -503,32 +514,14 @@ def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank
 
 
 @pytest.mark.parametrize(
-    ("hosts", "nodes", "leaves"),
-    [
-        ("aa", 2048, True),
-        ("abcdea", 2048, True),
-        ("abcdefa", 2048, False),  # in so many failures any node may have two
-        ("aa", 64, False),
-        ("aaa", 64, True),
-        ("abacdea", 64, True),
-        ("abacdefa", 64, False),
-        ("aaa", 8, False),
-        ("aaaba", 8, True),
-        ("aaabba", 8, False),
-        ("aaaaaaa", 2, False),
-        ("aaaaaaaa", 2, True),
-    ],
+    ("hosts", "leaves"), [("aa", False), ("aaa", True), ("abacdefa", True), ("abbcab", True), ("abcdefab", False)]
 )
-def test_too_many_failures_for_chance_cost_the_node(hosts, nodes, leaves):
+@pytest.mark.parametrize("nodes", [3, 64, 2048])
+def test_the_third_failure_of_hardware_costs_the_node(hosts, nodes, leaves):
+    """With progress each time, and whatever failed elsewhere in between."""
     *before, last = with_progress(hosts, nodes)
     assert set(before) <= {"bus-error"}
     assert last == ("bad-node" if leaves else "bus-error")
-
-
-@pytest.mark.parametrize("nodes", [(2, 2, 2, 64), (64, 2, 2, 64), (64, 64, 64, 2)])
-def test_few_failing_nodes_are_judged_among_few(nodes):
-    assert with_progress("abaa", nodes) == ["bus-error"] * 4
-    assert with_progress("abaa", (64,) * 4)[-1] == "bad-node"
 
 
 def test_a_bad_nodes_other_failures_count_too():
@@ -539,10 +532,9 @@ def test_a_bad_nodes_other_failures_count_too():
 
 
 def test_a_rank_failing_on_many_nodes_clears_them():
-    assert with_progress("aa", 2048) == ["bus-error", "bad-node"]
     assert with_progress("baaa", 2048, rank=7) == ["bus-error"] * 4
     # In a job that is submitted again a node may have its old ranks again, so nothing shows whether they fail or the node.
-    assert with_progress("aaa", 2048, rank=7) == ["bus-error"] * 3
+    assert with_progress("aaaa", 2048, rank=7) == ["bus-error"] * 4
 
 
 STALE = {"type_": "OSError", "message": "[Errno 116] Stale file handle: '/data'"}
@@ -566,8 +558,6 @@ def test_a_repeatedly_bad_mount_differs_from_its_rank(hosts, ranks, rules, moves
         ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=64, min_nodes=63), number)
         ledger = decode_ledger(encode_ledger(ledger))
         found.append(verdict.decision)
-        suspect, stays = ("too many for chance" + more in verdict.decision.reason for more in ("", " with 64 nodes, but perhaps"))
-        assert suspect == (stays or verdict.decision.rule == "bad-node")
     names = {"ill": "file-system-ill", "bad": "bad-node"}
     assert [each.rule for each in found] == [names[each] for each in rules.split()]
     assert "".join(str(int(each.moves_ranks)) for each in found) == moves
@@ -581,7 +571,6 @@ def test_a_repeatedly_bad_mount_differs_from_its_rank(hosts, ranks, rules, moves
         ({"type_": "botocore.exceptions.ClientError", "message": "An error occurred (SlowDown) when calling PutObject"}, 75),
         (STALE, 75),
         ({"type_": "RuntimeError", "message": "the queue is empty"}, 1),
-        ({"exit_code": 1}, 1),
         ({"signal": "SIGKILL"}, 1),
     ],
 )
@@ -727,15 +716,14 @@ def test_a_storage_outage_never_counts_against_a_node():
         ("aaaaaa", 64, (3,), True),  # it is as bad as before
         ("aaaa", 64, (1, 2), False),
         ("aabbb", 64, (4,), False),
-        ("aabb", 2048, (1,), True),  # b is no better for a's repair
-        ("abcdeaf", 2048, (6,), False),
+        ("aabbb", 64, (1,), True),  # b is no better for a's repair
     ],
 )
 def test_a_repaired_node_begins_without_failures(hosts, nodes, repaired, leaves):
     assert with_progress(hosts, nodes, repaired=repaired)[-1] == ("bad-node" if leaves else "bus-error")
 
 
-@pytest.mark.parametrize(("ranks", "leaves"), [((3, 0), False), ((11, 0), True)])
+@pytest.mark.parametrize(("ranks", "leaves"), [((19, 3, 0), False), ((19, 11, 0), True)])
 def test_another_worker_with_equal_ranks_shows_nothing(ranks, leaves):
     """As in a job that was submitted again: rank 0 may have a bug."""
     ledger = Ledger()
@@ -749,7 +737,7 @@ def test_another_worker_with_equal_ranks_shows_nothing(ranks, leaves):
 
 def test_moved_ranks_of_another_node_show_nothing():
     ledger = Ledger()
-    for number, (host, rank) in enumerate((("b", 9), ("a", 0), ("a", 0))):
+    for number, (host, rank) in enumerate((("b", 9), ("b", 17), ("a", 0), ("a", 0))):
         rules = Circumstances(NO_LIMIT, nodes=2048, min_nodes=2047)
         failed = {host: report(host, rank=rank, signal="SIGBUS", step=5, resumed_at=10 * number)}
         ledger, verdict = judge(failed, ledger, rules, number)
@@ -759,20 +747,18 @@ def test_moved_ranks_of_another_node_show_nothing():
 def test_failures_before_a_repair_show_nothing_of_ranks():
     """The job is submitted again after each further failure, so the node has rank 0 again: perhaps that has a bug."""
     ledger = Ledger()
-    for number, rank in enumerate((9, 0, 0)):
-        ledger = given_back(ledger, "a") if number == 1 else ledger
+    for number, rank in enumerate((17, 9, 0, 0)):
+        ledger = given_back(ledger, "a") if number == 2 else ledger
         rules = Circumstances(NO_LIMIT, nodes=2048, min_nodes=2047)
         told = {"a": report("a", rank=rank, signal="SIGBUS", step=5, resumed_at=10 * number)}
         ledger, verdict = judge(told, ledger, rules, number)
     assert verdict.decision.rule == "bus-error"
-    assert "too many for chance" in verdict.decision.reason
 
 
 def test_giving_back_one_leaves_other_failures_alone():
-    """They say how many each other node may have by chance, and which failure is the same as another."""
-    past = tuple(PastFailure("f", node=node, of_nodes=64 * counts) for node, counts in (("a", 1), ("a", 0), ("b", 1), (None, 1)))
+    past = tuple(PastFailure("f", node=node, of_node=counts) for node, counts in (("a", True), ("a", False), ("b", True)))
     after = given_back(Ledger(past, 3), "a")
-    assert [each.before_repair for each in after.failures] == [True, False, False, False]
+    assert [each.before_repair for each in after.failures] == [True, False, False]
     assert given_back(after, "b").failures[0].before_repair
     assert [dataclasses.replace(each, before_repair=False) for each in after.failures] == list(past)
     assert (after.charged, given_back(after, "a"), given_back(after, "c")) == (3, after, after)
@@ -782,11 +768,11 @@ def hangs_of(blames, nodes=64, steps=(1, 2, 3)):
     """Judge hangs of two nodes with such a blame each, of which the first always reports first; return the rules."""
     ledger, found = Ledger(), []
     rules = Circumstances(NO_LIMIT, nodes=nodes + 1, members=nodes, min_nodes=nodes)
-    for number in steps:
+    for move, number in enumerate(steps):
         hung = {"step": 5, "resumed_at": 10 * number, "hang": True, "hang_reason": "it waits"}
         placed = enumerate(zip("ab", blames, strict=True))
         reports = {
-            host: report(host, rank=8 * place + 64 * number, order=place, hang_blame=blame, **hung)
+            host: report(host, rank=8 * place + 64 * move, order=place, hang_blame=blame, **hung)
             for place, (host, blame) in placed
         }
         ledger, verdict = judge(reports, ledger, rules, number)
@@ -823,7 +809,7 @@ def test_a_node_is_blamed_while_others_are_well(failure, alone, on_all):
     """What fails on all nodes at once is named after that which reports first, as a rule the leader's."""
 
     def rules(hosts, times):
-        found = again(at_once(hosts, **failure), times, Circumstances(NO_LIMIT, nodes=4, min_nodes=3))
+        found = again(at_once(hosts, **failure), times, Circumstances(NO_LIMIT, nodes=4, min_nodes=3), moves=8)
         return [verdict.decision.rule for verdict in found[1]]
 
     assert rules("a", 2) == alone

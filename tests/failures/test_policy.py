@@ -51,7 +51,8 @@ DAMAGED = of("RuntimeError", "PytorchStreamReader failed reading zip archive", f
 BY_USER = [UserRule("license server", "network", Response.RESTART_FREE, exit_code=9)]
 LICENSE = classify(Evidence(0, exit_code=9, first_step_done=True, node="n1"), BY_USER)
 OTHER, TRAINED = Precedent(False, False, "n2"), Precedent(False, False, "n2", first_step_done=True)
-SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2")
+SAME_HERE, SAME_THERE = Precedent(True, False, "n1", moved=True), Precedent(True, False, "n2", moved=True)
+UNMOVED = replace(SAME_HERE, moved=False)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (PEERS_LATER, (SAME_HERE,) * 2, (1, 1), "stop", "network", "ceiling", 1),
         (PEERS, (SAME_HERE, SAME_THERE), (3, 2), "stop", "network", "ceiling", 75),
         (STALE, (SAME_HERE,), (3, 2), "restart", "storage", "file-system-ill", None),
-        (STALE, (replace(SAME_HERE, moved=True),) * 2, (3, 2), "replace_node", "storage", "same-node", 69),
+        (STALE, (SAME_HERE,) * 2, (3, 2), "replace_node", "storage", "same-node", 69),
         (STALE_LATER, (SAME_HERE,), (3, 2), "replace_node", "storage", "same-node", 69),
         (of("ConnectionError", first_step_done=False), (SAME_HERE,) * 2, (3, 2), "stop", "network", "ceiling", 1),
         (DAMAGED, (SAME_HERE,), (3, 2), "restart", "storage", "checkpoint-broken", None),  # rank 0 alone may read it
@@ -191,7 +192,7 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (SILENT, (), None, "restart", "unknown", "no-evidence", None),
         (SILENT, (Precedent(True, False, "n2"),), None, "restart", "unknown", "no-evidence", None),
         (SILENT, (Precedent(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
-        (SILENT, (Precedent(True, False, "n2"),) * 2, None, "stop", "code", "repeated", 65),
+        (SILENT, (Precedent(True, False, "n2"),) * 2, None, "stop", "unknown", "ceiling", 1),  # an exit code alone shows no bug
         (SILENT, (Precedent(False, False, "n2"),) * 2, None, "restart", "unknown", "no-evidence", None),
         # an exception that no rule knows: the third time it is a bug, because a service may have been down for a while
         (OWN, (), None, "restart", "unknown", "no-evidence", None),
@@ -200,9 +201,9 @@ SAME_HERE, SAME_THERE = Precedent(True, False, "n1"), Precedent(True, False, "n2
         (OWN, (Precedent(True, False, None),) * 2, None, "stop", "code", "repeated", 65),
         (OWN, (SAME_HERE,) * 2, (1, 1), "stop", "code", "repeated", 65),
         (OWN, (SAME_HERE,), (3, 2), "replace_node", "unknown", "same-node", 69),
-        (OWN, (replace(SAME_HERE, moved=True), SAME_HERE), (3, 2), "replace_node", "unknown", "same-node", 69),  # on other ranks
-        (of(signal="SIGABRT"), (replace(SAME_HERE, moved=True), SAME_HERE), (3, 2), "replace_node", "crash", "same-node", 69),
-        (of(signal="SIGABRT"), (SAME_HERE,) * 2, (3, 2), "stop", "crash", "ceiling", 1),
+        (OWN, (SAME_HERE, UNMOVED), (3, 2), "replace_node", "unknown", "same-node", 69),  # on other ranks
+        (of(signal="SIGABRT"), (SAME_HERE, UNMOVED), (3, 2), "replace_node", "crash", "same-node", 69),
+        (of(signal="SIGABRT"), (UNMOVED,) * 2, (3, 2), "stop", "crash", "ceiling", 1),
         (OWN, (SAME_HERE,), (2, 2), "restart", "unknown", "no-evidence", None),
         (OWN, (Precedent(False, False, "n2"),), None, "restart", "unknown", "no-evidence", None),
         # failures in a row without progress, of which none is the same as another
@@ -594,7 +595,7 @@ def test_a_cause_elsewhere_costs_no_node():
     for rule, done, times in itertools.product(sorted(ELSEWHERE), (None, False, True), range(10)):
         follows = replace(PEERS, rule=rule, evidence=replace(PEERS.evidence, first_step_done=done))
         for further in (None, False, True):
-            earlier = (replace(SAME_HERE, progress=further, of_nodes=64, kind="network"),) * times
+            earlier = (replace(SAME_HERE, progress=further, of_node=True, kind="network"),) * times
             decided = decide(follows, history=earlier, nodes=Nodes(65, 64, 64))
             assert decided.response.value in ("restart", "stop"), (rule, done, times, further)
 

@@ -473,11 +473,11 @@ def decide(
         backoff, jitter: the wait before the restart; see Backoff.
     """
     past = tuple(diagnosis.evidence.history if history is None else history)
-    facts = _overruled(facts_of(diagnosis, past, nodes), ANSWERS)
+    facts = overruled(facts_of(diagnosis, past, nodes), ANSWERS)
     blamed = not diagnosis.checkpoints_back and _checkpoint_to_blame(facts)
     asks = facts.answer.kind == PREEMPTION and facts.answer.response is Response.RESTART  # it may, as long as there is a budget
     if facts.answer.response in _CHARGED and not (blamed or asks):  # the checkpoint comes before the code and the node
-        facts = _overruled(facts, HISTORY)
+        facts = overruled(facts, HISTORY)
     outcome = _retry_cold(facts) if budget.left else facts.answer
     outcome = _within_budget(_within_kind_limit(outcome, budget), budget)
     action = ACTIONS[outcome.response]
@@ -514,7 +514,7 @@ def _of_table(diagnosis: Diagnosis) -> _Outcome:
     return _Outcome(response, diagnosis.kind, diagnosis.reason, diagnosis.rule, exit_code)
 
 
-def _overruled(facts: Facts, rows: Sequence[HistoryRow]) -> Facts:
+def overruled(facts: Facts, rows: Sequence[HistoryRow]) -> Facts:
     """Return the facts with the answer of the first row that holds and whose node, if one is to leave, can be spared."""
     for row in rows:
         if row.when(facts):

@@ -226,6 +226,7 @@ def test_two_requests_for_another_gpu_are_no_bug():
 
 FLAP, AWAY = {"links": ("mlx5_0 port 1", "mlx5_1 port 1")}, {"links": ("mlx5_0 port 1",), "link_away": True}
 STOPPED = {"signal": "SIGTERM", "stopped_by_agent": True}
+EARLY = {"first_step_done": False, "step": 0, "resumed_at": 0}
 HUNG = {"hang": True, "hang_reason": "rank 1 waits in all_reduce", "hang_blame": (2,)}
 STOPS_ITSELF = HUNG | {"hang_reason": "rank 1 was stopped by a signal", "hang_blame": (0,)}
 NAMED = "mlx5_0 port 1 (and 1 more) of node hb went down"
@@ -822,6 +823,72 @@ def test_failures_once_on_several_nodes_blame_none():
     ledger, _ = judge(segv, Ledger(), rules, 1)
     _, verdict = judge({"a": segv["a"]}, decode_ledger(encode_ledger(ledger)), rules, 2)
     assert verdict.decision.rule == "repeated"
+
+
+@pytest.mark.parametrize("failure", [{"type_": "NameError", "message": "name 'lr' is not defined"}, {"exit_code": 127}])
+@pytest.mark.parametrize(
+    ("places", "others", "decisions"),
+    [
+        ("a", {}, ["confirm", ("stop", 65)]),  # on this node only, but by chance: three nodes, or none may leave
+        ("ab", {}, ["confirm", ("stop", 65)]),
+        (("ab",), {}, [("stop", 65)]),  # on all that came that far
+        (("ab",), {"c": STOPPED}, [("stop", 65)]),  # the agent stopped that one before
+        (("ab", "ab"), {"c": PEER}, ["confirm", ("stop", 65)]),  # that one came further
+        (("a", "b"), {"c": STOPPED}, ["confirm", ("stop", 65)]),
+    ],
+)
+def test_a_bug_stops_at_once_only_everywhere(failure, places, others, decisions):
+    """Before the first step; else one more try shows whether a node lacks something."""
+    ledger, found = Ledger(), []
+    for number, hosts in enumerate((*places, *places)[: len(decisions)]):
+        told = {host: report(host, **failure, rank=8 * number + 64 * at, **EARLY) for at, host in enumerate(hosts)}
+        told |= {host: report(host, **how, rank=99, **EARLY) for host, how in others.items()}
+        ledger, verdict = judge(told, decode_ledger(encode_ledger(ledger)), dataclasses.replace(RULES, members=3), number)
+        decision = verdict.decision
+        found.append((decision.response.value, decision.exit_code) if verdict.ends_job else decision.response.value)
+    assert found == decisions
+
+
+def test_a_node_that_alone_lacks_a_module_leaves():
+    four, ledger, found = dataclasses.replace(RULES, nodes=5, min_nodes=4, members=4), Ledger(), []
+    for number in range(2):
+        told = {"a": report("a", "ModuleNotFoundError", "No module named 'apex'", rank=8 * number, **EARLY)}
+        told["b"] = report("b", **STOPPED, rank=50, **EARLY)
+        ledger, verdict = judge(told, ledger, four, number)
+        found.append((verdict.decision.response.value, verdict.decision.moves_ranks))
+    assert found == [("confirm", True), ("replace_node", False)]
+    alone = Circumstances(NO_LIMIT, nodes=1, min_nodes=1, members=1)
+    assert judge({"a": told["a"]}, Ledger(), alone, 1)[1].decision.exit_code == 65
+
+
+@pytest.mark.parametrize(
+    ("failure", "response"),
+    [
+        ({"exit_code": 14}, "restart"),
+        ({"type_": "torch.AcceleratorError", "message": "CUDA error: uncorrectable ECC error encountered"}, "restart"),
+        ({"signal": "SIGABRT", "xids": (79,)}, "replace_node"),  # the driver of each host speaks of its own GPUs
+        ({"signal": "SIGABRT", "gpu_recovery": ("gpu_reset",)}, "replace_node"),
+    ],
+)
+def test_what_all_report_is_no_nodes_hardware(failure, response):
+    rules = Circumstances(NO_LIMIT, nodes=5, min_nodes=2, members=4)
+    assert again(at_once("a", **failure), 1, rules)[1][0].decision.response is Response.REPLACE_NODE
+    assert again(at_once("ab", **failure), 1, rules)[1][0].decision.response.value == response
+
+
+def test_a_ledger_of_an_older_version_is_read():
+    """It counted the nodes of a round where this one says that a node may have caused the failure."""
+    ledger = json.loads(encode_ledger(again({"a": report("a", signal="SIGBUS")}, 1)[0]))
+    del ledger["failures"][0]["of_node"]
+    ledger["failures"][0]["of_nodes"] = 64
+    assert not decode_ledger(json.dumps(ledger)).failures[0].of_node
+
+
+def test_an_exit_code_costs_no_node():
+    """Twice on one node, of other ranks each time: anything may end with 1."""
+    _, verdicts = again({"a": report("ha", exit_code=1, step=5, resumed_at=0)}, 3, Circumstances(NO_LIMIT, nodes=5), moves=8)
+    assert [each.decision.response.value for each in verdicts] == ["restart", "restart", "stop"]
+    assert (verdicts[-1].decision.rule, verdicts[-1].decision.exit_code) == ("ceiling", 1)
 
 
 NAMED = dataclasses.replace(RULES, max_restarts=NO_LIMIT, lost=(LOST,))

@@ -5,22 +5,27 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ext.base.diagnosis import Response
+from elastic_ext.base.diagnosis import Response, Weight
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
 from elastic_ext.failures.ledger import PastFailure, past_failure, precedents, progress
 from elastic_ext.failures.policy import (
+    ANSWERS,
     EXIT_CODES,
+    HISTORY,
     MAX_FREE_TRIES,
     MOVED,
     NO_LIMIT,
+    NODES_UNKNOWN,
     ONE_MORE_TRY,
     Action,
     Backoff,
     Budget,
     Nodes,
     decide,
+    facts_of,
     of_a_node,
+    overruled,
 )
 from elastic_ext.failures.rules import ELSEWHERE
 from elastic_ext.failures.user_rules import UserRule
@@ -266,6 +271,215 @@ def test_after_the_table(diagnosis, past, nodes, decision, kind, rule, exit_code
     assert (decided.action is Action.RESTART) == decision.startswith(("restart", "confirm"))
     assert decided.charged == (decision in ("restart", "confirm"))
     assert decided.reason.startswith(diagnosis.reason)
+
+
+EIGHT = Nodes(9, 8, 8)
+TYPO, MISSING = of("NameError", first_step_done=False), of(exit_code=127, first_step_done=False)
+MISSING_MODULE = of("ModuleNotFoundError", "No module named 'apex'", first_step_done=False)
+TWO_DIFFER, OTHERS_DIFFER = of(differs=("n1", "n2")), of(differs=("n2", "n7"))
+THREE_DIFFER = of(differs=("n1", "n2", "n3"))
+LOST = replace(PEERS_LATER, response=Response.RESTART_FREE)
+LOST_EARLY = replace(PEERS, response=Response.RESTART_FREE)
+LOST_BEFORE = Precedent(False, False, "n3", True, lost_node=True, kind="network")
+ECC = of("torch.AcceleratorError", "CUDA error: uncorrectable ECC error encountered", shared=True)
+BUS = of(signal="SIGBUS")
+STALE_AGAIN = replace(SAME_HERE, progress=True, of_node=True, kind="storage")
+BAD_BEFORE = replace(SAME_HERE, same_fingerprint=False, progress=True, of_node=True, kind="hardware")
+WAITS = of(hang=True, hang_blame=(2, 5), step=40)
+STEP_AGAIN = replace(SAME_THERE, first_step_done=True, same_step=True)
+NUMBER = of("FloatingPointError", "loss is nan")
+AT_40 = of("torch.distributed.DistBackendError", "remote process exited", step=40)
+AT_40 = root_cause([AT_40])
+UNKNOWN = {"first_step_done": None}
+NO_STEPS = Precedent(True, None, "n1")
+NOT_LONG_AGO = replace(NO_STEPS, recent=True)
+REFUSED = of("ConnectionError")
+AWAY_BEFORE = replace(OTHER, kind="network")
+LINK = of(links=("eth1",), link_failed=True)
+
+# Three cases in which the row decides: diagnosis, earlier failures, nodes.
+DECIDED_BY = {
+    "trained-before": [
+        (TYPO, (TRAINED,), NODES_UNKNOWN),
+        (MISSING, (TRAINED, OTHER), EIGHT),
+        (MISSING_MODULE, (TRAINED,), Nodes(1, 1)),
+    ],
+    "asks-again": [
+        (of("NameError", exit_code=75), (), NODES_UNKNOWN),
+        (of("NameError", exit_code=75, first_step_done=False), (), Nodes(1, 1)),
+        (of("SyntaxError", exit_code=75), (SAME_HERE,), EIGHT),
+    ],
+    "not-everywhere": [(TYPO, (), EIGHT), (MISSING, (OTHER,), Nodes(2, 2)), (MISSING_MODULE, (SAME_HERE,), Nodes(3, 2))],
+    "no-majority-again": [
+        (TWO_DIFFER, (Precedent(True, True, "n1"),), EIGHT),
+        (OTHERS_DIFFER, (OTHER, SAME_HERE), EIGHT),
+        (THREE_DIFFER, (Precedent(True, None),), NODES_UNKNOWN),
+    ],
+    "no-majority": [(TWO_DIFFER, (), EIGHT), (OTHERS_DIFFER, (OTHER,), EIGHT), (THREE_DIFFER, (), Nodes(3, 3))],
+    "lost-again": [
+        (LOST, (LOST_BEFORE,) * 7, EIGHT),
+        (LOST_EARLY, (OTHER, *(LOST_BEFORE,) * 7), EIGHT),
+        (LOST, (LOST_BEFORE,) * 9, EIGHT),
+    ],
+    "at-once": [
+        (ECC, (), EIGHT),
+        (of(exit_code=14, shared=True), (), EIGHT),
+        (of(exit_code=202, shared=True), (SAME_HERE,), Nodes(3, 3)),
+    ],
+    "exit-code": [
+        (of(exit_code=14), (SAME_THERE, replace(SAME_THERE, node="n3")), EIGHT),
+        (of(exit_code=201), (Precedent(True, True, "n2"),) * 2, EIGHT),
+        (of(exit_code=202), (Precedent(True, False, None),) * 2, Nodes(3, 3)),
+    ],
+    "exit-code-needed": [
+        (of(exit_code=14), (), Nodes(3, 3)),
+        (of(exit_code=201), (SAME_HERE,), Nodes(1, 1)),
+        (of(exit_code=202), (SAME_THERE,), Nodes(2, 2)),
+    ],
+    "needed": [
+        (of(xids=(79,)), (), Nodes(3, 3)),
+        (of(differs=("n1",)), (), Nodes(2, 2)),
+        (of(gpu_recovery=("gpu_reset",)), (SAME_HERE,), Nodes(8, 8)),
+    ],
+    "asked-often": [
+        (of(exit_code=75), (SAME_HERE,) * 5, EIGHT),
+        (of(exit_code=75), (SAME_THERE,) * 9, Nodes(1, 1)),
+        (of(exit_code=75), (OTHER, *(SAME_HERE,) * 5), NODES_UNKNOWN),
+    ],
+    "cut-again": [
+        (CUT, (cut_of("n1", "n2"),), EIGHT),
+        (CUT, (cut_of("n1", "n3"),), NODES_UNKNOWN),
+        (CUT, (cut_of("n1", "n2", progress=None, recent=True),), EIGHT),
+    ],
+    "all-wait-again": [
+        (WAITS, (STEP_AGAIN,), EIGHT),
+        (WAITS, (replace(STEP_AGAIN, node="n1"),), EIGHT),
+        (WAITS, (STEP_AGAIN, OTHER), NODES_UNKNOWN),
+    ],
+    "another-number": [
+        (NUMBER, (replace(SAME_THERE, same_step=False),), EIGHT),
+        (NUMBER, (replace(SAME_THERE, same_step=False), SAME_THERE), NODES_UNKNOWN),
+        (NUMBER, (replace(SAME_HERE, same_step=False),), Nodes(1, 1)),
+    ],
+    "bug-elsewhere": [
+        (TYPO, (SAME_THERE,), EIGHT),
+        (SEGV, (SAME_THERE,), EIGHT),
+        (of(signal="SIGABRT", step=10), (STEP_AGAIN,), EIGHT),
+    ],
+    "bug": [(KEY, (SAME_HERE,), EIGHT), (TYPO, (replace(SAME_HERE, moved=False),), EIGHT), (OWN, (SAME_HERE,) * 2, Nodes(1, 1))],
+    "same-node": [(SEGV, (SAME_HERE,), EIGHT), (TYPO, (SAME_HERE,), EIGHT), (LINK, (SAME_HERE,), NODES_UNKNOWN)],
+    "peers-in-step": [
+        (AT_40, (replace(SAME_THERE, same_step=True),) * 2, EIGHT),
+        (AT_40, (replace(SAME_HERE, same_step=True),) * 2, Nodes(1, 1)),
+        (AT_40, (replace(SAME_HERE, same_step=True),) * 3, NODES_UNKNOWN),
+    ],
+    "outage": [(PEERS, (SAME_HERE,) * 2, EIGHT), (REFUSED, (SAME_THERE,) * 2, EIGHT), (STALE, (SAME_THERE,) * 2, NODES_UNKNOWN)],
+    "hardware": [
+        (BUS, (SAME_HERE,) * 2, Nodes(2, 2)),
+        (of(xids=(79,)), (SAME_THERE,) * 2, Nodes(2, 2)),
+        (of(xids=(94,)), (SAME_THERE,) * 2, EIGHT),
+    ],
+    "ceiling": [(BUS, (SAME_THERE,) * 2, EIGHT), (SILENT, (SAME_HERE,) * 2, EIGHT), (PEERS, (SAME_HERE,) * 2, Nodes(1, 1))],
+    "unseen": [
+        (of(exit_code=1, **UNKNOWN), (NO_STEPS, NOT_LONG_AGO), Nodes(1, 1)),
+        (of("ConnectionError", **UNKNOWN), (OTHER, NO_STEPS, NOT_LONG_AGO), EIGHT),
+        (of(signal="SIGKILL", **UNKNOWN), (NO_STEPS, NO_STEPS, NOT_LONG_AGO), NODES_UNKNOWN),
+    ],
+    "row-outage": [
+        (REFUSED, (AWAY_BEFORE,) * 7, EIGHT),
+        (STALE, (AWAY_BEFORE,) * 7, NODES_UNKNOWN),
+        (KEY, (*(AWAY_BEFORE,) * 5, *(OTHER,) * 2), EIGHT),
+    ],
+    "in-a-row": [
+        (KEY, (OTHER,) * 7, EIGHT),
+        (of(exit_code=1), (AWAY_BEFORE,) * 7, EIGHT),
+        (REFUSED, (OTHER,) * 7, NODES_UNKNOWN),
+    ],
+    "bad-node": [
+        (BUS, (BAD_BEFORE,) * 2, EIGHT),
+        (SEGV, (BAD_BEFORE, OTHER, BAD_BEFORE), EIGHT),
+        (STALE_LATER, (STALE_AGAIN,) * 2, EIGHT),
+    ],
+}
+
+
+def test_each_row_has_three_cases():
+    assert [row.name for row in (*ANSWERS, *HISTORY)] == list(DECIDED_BY)
+    assert {len(cases) for cases in DECIDED_BY.values()} == {3}
+
+
+@pytest.mark.parametrize(
+    ("name", "diagnosis", "past", "nodes"), [(name, *case) for name, cases in DECIDED_BY.items() for case in cases]
+)
+def test_the_first_row_that_holds_decides(name, diagnosis, past, nodes):
+    facts = facts_of(diagnosis, past, nodes)
+    rows = ANSWERS
+    if name in [row.name for row in HISTORY]:
+        facts, rows = overruled(facts, ANSWERS), HISTORY
+    row = next(row for row in rows if row.when(facts) and (row.response is not Response.REPLACE_NODE or nodes.one_may_leave))
+    assert row.name == name
+    answer = overruled(facts, rows).answer
+    assert (answer.response, answer.rule) == (row.response, row.rule or diagnosis.rule)
+    assert decide(diagnosis, history=past, nodes=nodes).reason.startswith(diagnosis.reason)
+
+
+@pytest.mark.parametrize("first_step_done", [None, False, True])
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        {"exit_code": 1},
+        {"exit_code": 1, "stderr_tail": "No space left on device"},
+        {"exit_code": 1, "stderr_tail": "Connection closed by peer, says gloo"},
+        {"exit_code": 1, "stderr_tail": "CUDA error: unspecified launch failure"},
+        {"exit_code": 1, "stderr_tail": "[Errno 116] Stale file handle"},
+    ],
+)
+def test_printed_words_cost_no_node(evidence, first_step_done):
+    """However often they come back, wherever, with progress or not."""
+    diagnosis = root_cause([of(**evidence, first_step_done=first_step_done)])
+    assert diagnosis.weight is Weight.PRINTED
+    for progress_, node, times in itertools.product((None, False, True), ("n1", "n2"), range(10)):
+        earlier = replace(
+            SAME_HERE, progress=progress_, node=node, kind=diagnosis.kind, of_node=True, first_step_done=first_step_done
+        )
+        decided = decide(diagnosis, history=(earlier,) * times, nodes=EIGHT)
+        assert decided.exit_code in (None, 1)
+        assert decided.response.value in ("confirm", "restart", "stop")
+
+
+@pytest.mark.parametrize(("weight", "exit_code"), [(Weight.CLASS, 75), (Weight.LAST_WORDS, 75), (Weight.PRINTED, 1)])
+def test_last_words_of_peers_end_with_75(weight, exit_code):
+    decided = decide(replace(PEERS_LATER, weight=weight), history=(SAME_HERE,) * 2, nodes=EIGHT)
+    assert (decided.rule, decided.exit_code) == ("ceiling", exit_code)
+
+
+@pytest.mark.parametrize("type_", ["ConnectionError", "requests.exceptions.ConnectionError", "botocore.exceptions.ClientError"])
+@pytest.mark.parametrize(("weight", "exit_code"), [(Weight.MESSAGE, 75), (Weight.LAST_WORDS, 1), (Weight.PRINTED, 1)])
+def test_an_outage_ends_with_75_if_certain(type_, weight, exit_code):
+    decided = decide(replace(of(type_), weight=weight), history=(SAME_THERE,) * 2, nodes=EIGHT)
+    assert (decided.rule, decided.exit_code) == ("ceiling", exit_code)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "past", "decisions"),
+    [
+        ({"exit_code": 1}, NO_STEPS, ["restart", "restart", ("stop", 1)]),
+        ({"exit_code": 1, "exception": RaisedException("KeyError", "'x'")}, NO_STEPS, ["confirm", ("stop", 65)]),
+        ({"signal": "SIGKILL"}, NO_STEPS, ["restart", "restart", ("stop", 1)]),
+        ({"exit_code": 75}, NO_STEPS, ["restart_free"] * 9),
+        ({"exit_code": 1, "first_step_done": True}, NO_STEPS, ["restart"] * 9),  # it has trained since, as far as is known
+        ({"exit_code": 1}, replace(NO_STEPS, first_step_done=True), ["restart"] * 9),
+    ],
+)
+def test_a_job_without_known_progress_ends(evidence, past, decisions):
+    """As under --no-python without checkpoints. A week later, by a checkpoint or `budget_window`, no failure is a recent one."""
+    failed = of(**{"first_step_done": None, **evidence})
+    for recent, expected in ((True, decisions), (False, [])):
+        for number, answer in enumerate(expected or ["goes on"] * 2):
+            earlier = (*(past,) * (number - 1), replace(past, recent=recent))[:number]
+            decided = decide(failed, history=earlier, nodes=Nodes(1, 1))
+            told = (decided.response.value, decided.exit_code) if decided.exit_code is not None else decided.response.value
+            assert told == answer or (answer == "goes on" and decided.action is Action.RESTART)
 
 
 @pytest.mark.parametrize(

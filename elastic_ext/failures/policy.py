@@ -600,8 +600,8 @@ def _retry_cold(facts: Facts) -> _Outcome:
     """Allow one more cold start: before the first step, the warm standby itself may cause what looks like a bug."""
     outcome, diagnosis = facts.answer, facts.diagnosis
     ends = outcome.response is Response.STOP and outcome.exit_code == EX_CODE and diagnosis.tier != rules.USER_RULES
-    cold_start_failed = any(each.same_fingerprint and each.warm is False for each in facts.past)
-    if not ends or cold_start_failed or not _warm_start_to_blame(diagnosis, outcome.kind):
+    otherwise = any(each.same_fingerprint and (each.warm is False or each.first_step_done) for each in facts.past)
+    if not ends or otherwise or not _warm_start_to_blame(diagnosis, outcome.kind):
         return outcome
     reason = f"{outcome.reason}; but its process was a warm standby: one cold start is tried"
     return _Outcome(Response.CONFIRM, outcome.kind, reason, WARM_START)

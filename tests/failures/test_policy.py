@@ -601,6 +601,8 @@ def test_a_usual_start_failing_alike_clears_the_warm():
     warm = of("my.Trouble", "x", **WARM)
     for was_warm, rule in ((False, "repeated"), (True, "warm-start"), (None, "warm-start")):
         assert decide(warm, Budget(3, 1), (Precedent(True, False, "n1", warm=was_warm),) * 2, Nodes(1)).rule == rule
+    after_steps = Precedent(True, False, "n1", first_step_done=True, warm=True)  # no warm start caused that
+    assert decide(of("KeyError", **WARM), Budget(3, 1), (after_steps,), Nodes(1)).rule == "repeated"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ MAY_IMPORT = {
 
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
-    *("failures/classify.py", "failures/ledger.py", "failures/policy.py", "failures/rules.py"),
+    *(f"failures/{name}.py" for name in ("classify", "history", "ledger", "policy", "rules")),
     *("failures/joint_evidence.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
     *("own_etcd/endpoint.py", "own_etcd/decisions.py"),
     *(f"timeline/{name}.py" for name in ("builder", "events", "model")),

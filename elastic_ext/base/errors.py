@@ -7,6 +7,11 @@ from contextlib import contextmanager
 
 from elastic_ext.base import log_records, printable
 
+# Exit codes of the agent, from sysexits.h if possible; `failures.policy` says when it leaves with which.
+EX_FAILED = 1  # the budget is spent, or the cause is unknown
+EX_CODE = 65  # a bug in the code or the data: do not retry
+EX_NODE = 69  # this node is bad: replace it
+EX_USER = 130  # the user stopped it
 EX_UNAVAILABLE = 69  # sysexits.h: a service is unavailable
 EX_TRY_AGAIN = 75  # sysexits.h, EX_TEMPFAIL: another try may help
 EX_REFUSED = 77  # sysexits.h, EX_NOPERM: the job does not allow it

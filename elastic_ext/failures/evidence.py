@@ -76,7 +76,7 @@ class Traits:
     kind: str = ""  # the kind of its diagnosis; "" if unknown
     warm: bool | None = None  # whether its process was a warm standby; None if unknown
     cut: tuple[str, ...] = ()  # see Evidence
-    of_node: bool = False  # whether a bad node may cause such failures, see `policy.may_be_of_a_node`
+    of_node: bool = False  # whether a bad node may cause such failures, see `history.may_be_of_a_node`
     before_repair: bool = False  # whether its node has been given back since, see `ledger.given_back`
     lost_node: bool = False  # whether a node that was lost caused it
     # whether the ranks of its node changed places with another node's for the restart after it, or it was no rank's, as of a link

@@ -15,6 +15,7 @@ from elastic_ext.failures import ledger as records
 from elastic_ext.failures import policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
+from elastic_ext.failures.history import Nodes
 from elastic_ext.failures.ledger import JobVerdict, Ledger, PastFailure, Report, past_failure, precedents
 from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS
 
@@ -80,7 +81,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
     cause = _cause(reports, ledger, circumstances)
     report = cause.report
     now, budget, past = _compared(cause.diagnosis, report, ledger, circumstances)
-    nodes = policy.Nodes(circumstances.nodes, circumstances.min_nodes, circumstances.members)
+    nodes = Nodes(circumstances.nodes, circumstances.min_nodes, circumstances.members)
     decision = policy.decide(cause.diagnosis, budget, past, nodes, backoff=circumstances.backoff, jitter=circumstances.jitter)
     bad = _bad(reports, cause, decision)
     if decision.exit_code is not None:

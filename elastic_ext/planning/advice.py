@@ -11,7 +11,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.goodput import best_interval_s
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.memory import pace
-from elastic_ext.failures.policy import MAX_FAILURES_IN_A_ROW
+from elastic_ext.failures.history import MAX_FAILURES_IN_A_ROW
 from elastic_ext.hangs import detector
 
 # Where the time of a job goes when failures interrupt it: a closed form.

@@ -13,7 +13,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import evidence, joint_evidence, judgement, policy
+from elastic_ext.failures import evidence, history, joint_evidence, judgement, policy
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, decode_ledger, decode_report, encode_ledger, encode_verdict
 from elastic_ext.rendezvous import drains, round_records
@@ -127,7 +127,7 @@ class AgentPolicy:
             kept, left = judgement.too_few_left(before, rules, reports.round)
             return Judgement(round_records.State.CLOSED, left.decision.reason, encode_verdict(left), encode_ledger(kept))
         after, verdict = judgement.judge(given, before, rules, reports.round)
-        by_name = verdict.decision.rule in (policy.BAD_NODE, policy.CUT_AGAIN)
+        by_name = verdict.decision.rule in (history.BAD_NODE, history.CUT_AGAIN)
         counted = by_name and verdict.host in reports.ambiguous  # over several nodes of one name
         if verdict.decision.response is Response.REPLACE_NODE and (verdict.node in reports.needed or counted):
             after, verdict = judgement.judge(given, before, replace(rules, min_nodes=reports.nodes), reports.round)

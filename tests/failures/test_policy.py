@@ -8,12 +8,10 @@ import pytest
 from elastic_ext.base.diagnosis import Response, Weight
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import Evidence, Precedent, RaisedException
+from elastic_ext.failures.history import ANSWERS, HISTORY, MAX_FREE_TRIES, Nodes, facts_of, of_a_node, overruled
 from elastic_ext.failures.ledger import PastFailure, past_failure, precedents, progress
 from elastic_ext.failures.policy import (
-    ANSWERS,
     EXIT_CODES,
-    HISTORY,
-    MAX_FREE_TRIES,
     MOVED,
     NO_LIMIT,
     NODES_UNKNOWN,
@@ -21,11 +19,7 @@ from elastic_ext.failures.policy import (
     Action,
     Backoff,
     Budget,
-    Nodes,
     decide,
-    facts_of,
-    of_a_node,
-    overruled,
 )
 from elastic_ext.failures.rules import ELSEWHERE
 from elastic_ext.failures.user_rules import UserRule

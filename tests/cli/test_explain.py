@@ -59,6 +59,14 @@ def test_the_full_evidence_of_the_specification(capsys, tmp_path):
     assert "KeyError: 'x' at train.py:88 in step" in told["reason"]
 
 
+@pytest.mark.parametrize(("moved", "decision"), [(None, "replace_node"), (True, "replace_node"), (False, "confirm")])
+def test_a_restart_moves_ranks_unless_told_otherwise(capsys, tmp_path, moved, decision):
+    past = {"same_fingerprint": True, "progress": False, "node": "n1", "moved": moved}
+    (tmp_path / "a.json").write_text(json.dumps({"signal": "SIGSEGV", "first_step_done": True, "node": "n1", "history": [past]}))
+    _, (told,), _ = explain(capsys, tmp_path / "a.json")
+    assert told["decision"] == decision
+
+
 @pytest.mark.seam
 def test_the_commands_need_no_torch(tmp_path):
     (tmp_path / "empty.json").write_text("{}")

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from elastic_ext.base import goodput, torch_names
+from elastic_ext.base.diagnosis import Weight
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_names import PrivateNames
 from elastic_ext.failures import policy
-from elastic_ext.failures.rules import RULES
+from elastic_ext.failures.rules import RULES, Rule
 from elastic_ext.status import job_status
 from elastic_ext.telemetry import families
 from tests import versions
@@ -55,8 +56,11 @@ def settings() -> str:
 
 
 def rules() -> str:
-    rows = [(TIERS[rule.tier], f"`{rule.name}`", rule.kind, rule.response.value, rule.because) for rule in RULES]
-    return table(("tier", "rule", "kind", "answer", "because"), rows)
+    def evidence(rule: Rule) -> str:
+        return " ".join(letter for letter, weight in zip("abcde", Weight, strict=True) if weight in rule.places)
+
+    rows = [(TIERS[each.tier], f"`{each.name}`", evidence(each), each.kind, each.response.value, each.because) for each in RULES]
+    return table(("tier", "rule", "evidence", "kind", "answer", "because"), rows)
 
 
 def exit_codes() -> str:

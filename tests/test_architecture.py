@@ -37,6 +37,7 @@ MAY_IMPORT = {
 # These need nothing but Python: they decide, and are tested in microseconds.
 PURE = (
     *(f"failures/{name}.py" for name in ("classify", "history", "ledger", "policy", "rules")),
+    *(f"failures/{name}.py" for name in ("abort_lines", "fingerprints", "servers", "traceback_forms", "tracebacks")),
     *("failures/joint_evidence.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
     *("own_etcd/endpoint.py", "own_etcd/decisions.py"),
     *(f"timeline/{name}.py" for name in ("builder", "events", "model")),

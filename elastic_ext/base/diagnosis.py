@@ -60,7 +60,7 @@ class Weight(Enum):
     PLATFORM = "platform"  # the platform, the kernel, a driver, our own probes, a signal, or an exit code that a rule declares
     CLASS = "class"  # the class of the exception that ended the script, with its errno, causes and frames
     MESSAGE = "message"  # its message, by a rule of that class or library
-    LAST_WORDS = "last words"  # the last lines before an abort, from a writer that is known
+    ABORT_LINES = "lines of an abort"  # the last lines before an abort, from a writer that is known
     PRINTED = "printed"  # anything else on stderr, and a bare exit code
 
     @property

@@ -1,14 +1,14 @@
 """The classifier of failures: the first match in the table of `rules` wins. Pure functions only.
 
-Missing evidence is "unknown", never "fine" and never "a bug". A fingerprint is the type of the exception, the user's innermost
-frame, and the shape of the message: equal failures have equal ones.
+The evidence is searched from the strongest to the weakest, and it bounds the answer: see `base.diagnosis.Weight`. Missing
+evidence is "unknown", never "fine" and never "a bug".
 """
 
 from __future__ import annotations
 
+import builtins
 import re
 import signal
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -29,11 +29,15 @@ from elastic_ext.base.errors import EX_TRY_AGAIN
 from elastic_ext.base.log_records import MARK
 from elastic_ext.base.printable import cut, printable
 from elastic_ext.base.records import ZeroOrOne, stored_as
-from elastic_ext.failures.evidence import Evidence, EvidenceView, RaisedException, SearchText, Wrapped, contains
+from elastic_ext.failures.abort_lines import abort_lines
+from elastic_ext.failures.evidence import Evidence, EvidenceView, RaisedException, SearchText, Wrapped
+from elastic_ext.failures.fingerprints import library_of, of_exception, of_exit, of_hosts
 from elastic_ext.failures.rules import (
     ACCESS,
+    BUG_MAYBE,
     COUNTS_AS,
     EXIT_STATUS,
+    GPU_DEAD,
     HARDWARE_EVIDENCE,
     HARDWARE_EXIT,
     NO_EVIDENCE,
@@ -46,8 +50,8 @@ from elastic_ext.failures.rules import (
     Rule,
     held_by_another_process,
 )
-from elastic_ext.failures.torch_texts import ABORT_LINES, LAST_ERROR, OWN_LINES, WATCHDOG_ENDS_IT
-from elastic_ext.failures.tracebacks import HEADER, last_exception
+from elastic_ext.failures.servers import CLIENT_ERRORS, CLIENTS, answers
+from elastic_ext.failures.tracebacks import ended_with, last_exception
 from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
@@ -55,9 +59,24 @@ MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched
 MAX_SHOWN = 300  # characters of a message in a reason
 _LAST_ERROR = re.compile("Last error:\n|NCCL Last Error: ")  # before NCCL's own words
 _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
+_NAMED = re.compile(r"^([A-Za-z_][\w.]{0,200}(?:Error|Exception)): (.{1,2000})", re.MULTILINE)
+# Exceptions whose message holds the one that a worker, a rank or a compiler has raised.
+_CARRIERS = frozenset({"ProcessRaisedException", "CheckpointException", "RayTaskError", "ActorDiedError"})
+_COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
+_CAUGHT = re.compile(r"Caught \w{1,80} in (?:DataLoader worker|pin memory thread|replica)")
+# Python's own words for a bug. In the frames of a server's client they say neither that the server is away (its client has races
+# of its own at a start) nor that the script is wrong.
+_OF_A_CLIENT = frozenset({"a bug in a client's frames"})
+_OF_BUGS = frozenset(
+    {"TypeError", "NameError", "AttributeError", "LookupError", "AssertionError", "ValueError", "SyntaxError", "ImportError",
+     "MemoryError", "ArithmeticError"}
+)  # fmt: skip
+# Classes of backends: all that they say is a library's, quotes and paths included.
+_OF_BACKENDS = frozenset({"DistBackendError", "AcceleratorError"})
+_ORDER = tuple(Weight)
 
-# These signals come from outside Python, so a traceback on stderr may not be why the process ended.
-_NOT_RAISED = frozenset({"SIGKILL", "SIGTERM", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"})
+# How a process ends that has printed its traceback. Any other way to end shows that it has survived what it printed.
+_RAISED = frozenset({1, EX_TRY_AGAIN, "SIGABRT"})
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
 _BACKEND_ERROR = frozenset({"torch.distributed.DistBackendError", "DistBackendError"})
@@ -88,7 +107,7 @@ class Diagnosis:
     @property
     def shown_by_hardware(self) -> bool:
         """Whether a driver, a link or a check shows it, and not how the script ended."""
-        return self.tier == HARDWARE_EVIDENCE and self.rule != HARDWARE_EXIT
+        return self.rule == GPU_DEAD or (self.tier == HARDWARE_EVIDENCE and self.rule != HARDWARE_EXIT)
 
     @property
     def lacks_reason(self) -> bool:
@@ -97,25 +116,23 @@ class Diagnosis:
 
 
 def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnosis:
-    """Return the meaning of one worker's failure. Never raises; takes a few milliseconds at most."""
+    """Return the meaning of one worker's failure. Never raises; takes some ten milliseconds."""
     # A script that leaves by sys.exit("text") has printed the error before.
     recorded = evidence.exception is not None and evidence.exception.type != "SystemExit"
-    evidence = _with_signal(evidence)
-    of_backend = _lines_of_backend(evidence)
-    aborts = worker_signal(evidence) == "SIGABRT" and contains(SearchText(of_backend), ABORT_LINES)
-    of_watchdog = _words_of_watchdog(evidence)
-    evidence = _completed(evidence, ended_by_script=not (of_watchdog or aborts))
-    rule, weight = _first_match(evidence, recorded, Said(of_watchdog, of_backend, aborts), user_rules)
+    evidence = _completed(_with_signal(evidence))
+    match = _first_match(evidence, recorded, user_rules)
+    only_words = match.weight is Weight.PRINTED and match.rule.tier == PROGRAM_OUTPUT
+    because = f"as far as words say, {match.rule.because}" if only_words else match.rule.because
     return Diagnosis(
-        rule.kind,
-        rule.response,
-        rule.name,
-        f"{describe(evidence)}: {rule.because}{_annotation(evidence)}",
-        _fingerprint(evidence, rule.name),
+        match.kind,
+        match.response,
+        match.rule.name,
+        f"{describe(evidence)}: {because}{_annotation(evidence, match.rule.name)}",
+        _fingerprint(evidence, match.rule.name),
         evidence,
-        rule.tier,
-        rule.checkpoints_back,
-        weight,
+        match.rule.tier,
+        match.rule.checkpoints_back if match.weight is not Weight.PRINTED else 0,
+        match.weight,
     )
 
 
@@ -132,96 +149,143 @@ def _fingerprint(evidence: Evidence, rule: str) -> str:
 
 
 @dataclass(frozen=True)
-class Said:
-    """What torch's collective backends have printed about the end of the process."""
+class Match:
+    """A rule that matches, and where its evidence stands."""
 
-    watchdog: str  # see `_words_of_watchdog`
-    backend: str  # see `_lines_of_backend`
-    aborts: bool  # whether one of these lines says that the backend aborts the process, and SIGABRT has ended it
+    rule: Rule | UserRule
+    weight: Weight
+
+    @property
+    def response(self) -> Response:
+        """The answer of the rule, bounded by its evidence."""
+        return self.rule.answer(self.weight) if isinstance(self.rule, Rule) else self.rule.response
+
+    @property
+    def kind(self) -> str:
+        """The kind of the failure. What is printed makes no cascade: another worker has to be known as the cause."""
+        alone = self.rule.kind == CASCADE and self.response is not Response.FOLLOW
+        return NETWORK if alone else self.rule.kind
 
 
-def _first_match(
-    evidence: Evidence, recorded: bool, said: Said, user_rules: Iterable[UserRule]
-) -> tuple[Rule | UserRule, Weight]:
-    """recorded: the script's exception is known for sure, rather than found on stderr."""
+def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRule]) -> Match:
+    """Search the evidence from the strongest to the weakest.
+
+    recorded: the script's exception is known for sure, rather than found on stderr.
+    """
     exception = evidence.exception
-    names = exception_names(exception)
-    signal_name = worker_signal(evidence)
     message = _ends(exception.message) if exception else ""
     printed = evidence.stderr_tail[len(message) - MAX_TEXT :]
     tail = _of_script(printed)
+    all_of_it = _view(evidence, Weight.PLATFORM, message, tail)
+    if found := _first(all_of_it, STOP_REQUESTED):
+        return found
+    for_users = replace(_view(evidence, Weight.PLATFORM, message, printed), exception_names=exception_names(exception))
+    if asked := next((rule for rule in user_rules if rule.matches(for_users)), None):
+        return Match(asked, Weight.PLATFORM)
+    if found := _first(all_of_it, HARDWARE_EVIDENCE):
+        return found
+    raised = _of_exception(evidence, exception, recorded) if exception else None
+    says_little = raised is None or raised.rule.name == BUG_MAYBE or raised.weight is Weight.PRINTED
+    if raised and not says_little and raised.response is not Response.FOLLOW:
+        return raised
+    words = _of_abort_lines(evidence, tail)
+    # A failure of the backend comes first: the exception that follows may only say that the operation has failed.
+    if words and (raised is None or Response.FOLLOW in (raised.response, words.response)):
+        return words
+    if raised:
+        return raised
+    found = _first(all_of_it, EXIT_STATUS)
+    if found is None or found.rule.name != NO_EVIDENCE:
+        return found or Match(RULES[-1], Weight.PRINTED)
+    if exception is None or exception.type == "SystemExit":
+        return _first(_view(evidence, Weight.PRINTED, tail), PROGRAM_OUTPUT) or found
+    return replace(found, weight=Weight.CLASS)  # a class that no rule knows is more than a bare exit code
 
-    def view(names: frozenset[str], *texts: str, errno: int | None = None, raised: bool = False) -> EvidenceView:
-        return EvidenceView(evidence, names, SearchText("\n".join(filter(None, texts))), signal_name, errno, raised)
 
-    everything = view(names, message, tail)
-    for rule in _BY_TIER[STOP_REQUESTED]:
-        if rule.matches(everything):
-            return rule, Weight.PLATFORM
-    for_users = everything if tail == printed else view(names, message, printed)
-    for user_rule in user_rules:
-        if user_rule.matches(for_users):
-            return user_rule, Weight.PLATFORM
-    if found := _first(everything, _BY_TIER[HARDWARE_EVIDENCE]):
-        return found, Weight.PLATFORM
-    # What a backend says as it fails is an exception of its own.
-    by_backend = _first(view(_BACKEND_ERROR, said.backend, raised=True), _BY_TIER[PROGRAM_OUTPUT]) if said.backend else None
-    chain = [view(exception_names(each), _ends(each.message), errno=_errno(each), raised=True) for each in _chain(exception)]
-    # What is inside counts: a wrapper says what the script was doing. But a bug in handling an error is a bug.
-    matches = [match for seen in chain if (match := _first(seen, _BY_TIER[PROGRAM_OUTPUT]))]
+def _view(evidence: Evidence, place: Weight, *texts: str) -> EvidenceView:
+    return EvidenceView(evidence, place, SearchText("\n".join(filter(None, texts))), signal=worker_signal(evidence))
+
+
+def _first(view: EvidenceView, tier: int) -> Match | None:
+    for rule in _BY_TIER[tier]:
+        if weight := rule.found(view):
+            return Match(rule, Weight.PRINTED if rule.name == NO_EVIDENCE else weight)
+    return None
+
+
+def _of_exception(evidence: Evidence, exception: RaisedException, recorded: bool) -> Match | None:
+    """Return the rule for the exception that ended the script. Beside a rule for it, nothing else counts that was printed."""
+    weakest = Weight.CLASS if recorded else Weight.MESSAGE if evidence.exit_code == 1 else Weight.ABORT_LINES
+    found = [match for each in _chain(exception) if (match := _first(_message_of(evidence, each, exception), PROGRAM_OUTPUT))]
+    matches = [replace(match, weight=max(match.weight, weakest, key=_ORDER.index)) for match in found]
     if matches:
-        refused = [rule for rule in matches if rule.name in ACCESS]  # the client of a server that refuses has errors of its own
-        found = (refused or [rule for rule in reversed(matches) if rule.kind != CODE] or matches)[0]
-        # The exception that follows may only say that the operation has failed.
-        if by_backend and found.response is Response.FOLLOW:
-            return by_backend, Weight.LAST_WORDS
-        return found, Weight.CLASS if recorded else Weight.LAST_WORDS
-    # Then what was being handled when it was raised, and the rest of stderr.
-    handled = view(frozenset(), *exception.causes, raised=True) if exception and exception.causes else None
-    if handled and (found := _first(handled, _BY_TIER[PROGRAM_OUTPUT])):
-        return found, Weight.MESSAGE
-    if by_backend and said.aborts:
-        return by_backend, Weight.LAST_WORDS
-    if tail or not exception:
-        printed_too = replace(everything, exception_names=frozenset())
-        at_abort = replace(printed_too, text=SearchText(said.watchdog)) if said.watchdog else printed_too
-        for rule in _rules_for_stderr(evidence, recorded):
-            if rule.matches(at_abort if rule.survivable else printed_too):
-                return rule, Weight.LAST_WORDS if signal_name == "SIGABRT" else Weight.PRINTED
-    found = next(rule for rule in _BY_TIER[EXIT_STATUS] if rule.matches(everything))
-    return found, Weight.PRINTED if found.name == NO_EVIDENCE else Weight.PLATFORM
+        # What is inside counts: a wrapper says what the script was doing. But a bug in handling an error is a bug.
+        refused = [match for match in matches if match.rule.name in ACCESS]  # its client has errors of its own then
+        return (refused or [match for match in reversed(matches) if match.rule.kind != CODE] or matches)[0]
+    # No rule knows it. So what was being handled, or what the message names, may say more, and ends no job.
+    for cause in exception.causes:  # what was being handled when it was raised; its class does not say how the script ended
+        name, _, said = cause.partition(": ")
+        handled = _message_of(evidence, Wrapped(name, said), exception)
+        if match := _first(replace(handled, exception_names=frozenset(), errno=None), PROGRAM_OUTPUT):
+            return replace(match, weight=Weight.ABORT_LINES)
+    return _first(_view(evidence, Weight.PRINTED, _ends(exception.message)), PROGRAM_OUTPUT)
 
 
-def _rules_for_stderr(evidence: Evidence, recorded: bool) -> Iterable[Rule]:
-    """Return the rules that the end of stderr can match. Scripts print much and go on, so that alone stops no job.
+def _message_of(evidence: Evidence, one: RaisedException | Wrapped, outer: RaisedException) -> EvidenceView:
+    names = exception_names(one)
+    library = library_of(one.frames if isinstance(one, RaisedException) else outer.frames)
+    bug = not _OF_BUGS.isdisjoint(names)
+    if bug and f"{library}.".startswith(CLIENTS):
+        names = _OF_A_CLIENT
+    elif library and not bug:
+        names |= {f"{library}.{_bare(one.type)}"}
+    of_client = any(name.startswith(CLIENTS) for name in names)
+    view = _view(evidence, Weight.CLASS, _ends(one.message))
+    if not _OF_BACKENDS.isdisjoint(names):
+        view = replace(view, text=SearchText(_ends(one.message), of_library=True))
+    speakers = names | {"ClientError"} if of_client else names
+    asked = not CLIENT_ERRORS.isdisjoint(speakers)
+    own = of_client or not (CLIENT_ERRORS - {"OSError"}).isdisjoint(names)
+    said = answers(view.text.ascii, view.text.words, own) if asked else frozenset[str]()
+    return replace(view, exception_names=names, speakers=speakers, errno=_errno(one), answers=said)
 
-    recorded: see `_first_match`.
+
+def _of_abort_lines(evidence: Evidence, tail: str) -> Match | None:
+    """Return the rule for what libraries have written as they ended the process."""
+    said, signal_name = abort_lines(tail), worker_signal(evidence)
+    if said.backend:  # what a backend says as it fails is an exception of its own
+        of_backend = replace(
+            _view(evidence, Weight.ABORT_LINES, said.backend), speakers=_BACKEND_ERROR, exception_names=_BACKEND_ERROR
+        )
+        if found := _first(of_backend, PROGRAM_OUTPUT):
+            return found
+    view = replace(_view(evidence, Weight.ABORT_LINES), text=SearchText(said.libraries, of_library=True))
+    for rule in _BY_TIER[PROGRAM_OUTPUT] if said.libraries else ():
+        meant = rule.kind == CASCADE if signal_name is None else signal_name == "SIGABRT" or rule.kind in _BEHIND_A_SIGNAL
+        if meant and Weight.ABORT_LINES in rule.places and rule.found(view):
+            return Match(rule, Weight.ABORT_LINES)
+    return None
+
+
+def _chain(exception: RaisedException) -> list[RaisedException | Wrapped]:
+    """Return the exception, what it was raised from, and the one that its message holds.
+
+    A DataLoader's message ends with a traceback; a compiler's, which is raised "from None", with "OSError: [Errno 16] ...". Any
+    other message may quote whatever the script has read.
     """
-    ended_otherwise = worker_signal(evidence) in _NOT_RAISED or evidence.exit_code == EX_TRY_AGAIN
-    for rule in _BY_TIER[PROGRAM_OUTPUT]:
-        of_evidence = not (rule.texts or rule.survivable)  # no matter what was printed
-        meant = rule.kind in _BEHIND_A_SIGNAL if ended_otherwise else not (recorded and rule.survivable)
-        if of_evidence or (meant and rule.response is not Response.STOP):
-            yield rule
-
-
-def _first(view: EvidenceView, rules: Iterable[Rule]) -> Rule | None:
-    return next((rule for rule in rules if rule.matches(view)), None)
-
-
-def _chain(exception: RaisedException | None) -> list[RaisedException | Wrapped]:
-    """Return the exception, what it was raised from, and the last one of a traceback in its message, as a DataLoader has it."""
-    if exception is None:
-        return []
-    inner = last_exception(exception.message)
+    carries = _bare(exception.type) in _CARRIERS or exception.type.startswith(_COMPILERS) or _CAUGHT.match(exception.message)
+    if not carries:
+        return [exception, *exception.wrapped]
+    inner: RaisedException | Wrapped | None = last_exception(exception.message)
+    if inner is None and not exception.wrapped and (named := _NAMED.findall(_ends(exception.message))):
+        inner = Wrapped(*named[-1])
     return [exception, *exception.wrapped, *([inner] if inner else [])]
 
 
 def _errno(exception: RaisedException | Wrapped) -> int | None:
-    """Return the errno of an OSError with a text in any language."""
-    if exception.errno is None and (said := _ERRNO.match(exception.message)):
-        return int(said[1])
-    return exception.errno
+    """Return the errno of an OSError with a text in any language, or of a class of a library that says so."""
+    said = _ERRNO.match(exception.message) if exception.errno is None else None
+    return int(said[1]) if said and _OF_BUGS.isdisjoint(exception_names(exception)) else exception.errno
 
 
 def _of_script(tail: str) -> str:
@@ -240,45 +304,17 @@ def _with_signal(evidence: Evidence) -> Evidence:
     return evidence
 
 
-def _completed(evidence: Evidence, ended_by_script: bool) -> Evidence:
-    """Add the exception if only stderr shows it. ended_by_script: else the script has survived what it printed."""
+def _completed(evidence: Evidence) -> Evidence:
+    """Add the exception if only stderr shows it: the script has survived what it printed before its last lines."""
     exception = evidence.exception
-    if (exception is None or not exception.wrapped) and worker_signal(evidence) not in _NOT_RAISED:
-        found = last_exception(_of_script(evidence.stderr_tail[-MAX_TEXT:]))
-        if found and exception is None and ended_by_script:
+    if (exception is None or not exception.wrapped) and (worker_signal(evidence) or evidence.exit_code) in _RAISED:
+        tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
+        left = exception is None or (exception.type == "SystemExit" and exception.message.isdecimal())  # as hydra leaves
+        if left and (found := ended_with(tail)):
             evidence = replace(evidence, exception=found)
-        elif found and exception and _bare(found.type) == _bare(exception.type):  # torch's own error file has no causes
-            evidence = replace(evidence, exception=replace(exception, wrapped=found.wrapped))
+        elif exception and (found := last_exception(tail)) and _bare(found.type) == _bare(exception.type):
+            evidence = replace(evidence, exception=replace(exception, wrapped=found.wrapped))  # torch's error file has no causes
     return evidence
-
-
-def _words_of_watchdog(evidence: Evidence) -> str:
-    """Return the end of stderr, from where a thread of the older backend says that it aborts the process; "" if none does.
-
-    The script has survived any traceback before it, such as that of a tracker's thread: else its error file would name the
-    exception.
-    """
-    if worker_signal(evidence) != "SIGABRT":
-        return ""
-    tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
-    behind = tail[max(tail.rfind(HEADER), 0) :]
-    lower = SearchText(behind).ascii  # as long as `behind`
-    at = next((found for text in WATCHDOG_ENDS_IT if (found := lower.find(text)) >= 0), -1)
-    return behind[at:] if at >= 0 else ""
-
-
-def _lines_of_backend(evidence: Evidence) -> str:
-    """Return the lines by which nccl2, and torch's watchdog in Python, say that they fail, and why; "" if they do not.
-
-    Nothing else that was printed says why: other threads go on for up to 15 s after the last of these lines.
-    """
-    text = SearchText(tail := _of_script(evidence.stderr_tail[-MAX_TEXT:]))
-    if not contains(text, OWN_LINES):
-        return ""
-    lines, plain = tail.split("\n"), text.ascii.split("\n")  # as many
-    own = {number for number, line in enumerate(plain) if any(all(part in line for part in parts) for parts in OWN_LINES)}
-    own |= {number + 1 for number in own if LAST_ERROR in "".join(plain[number + 1 : number + 2])}
-    return "\n".join(lines[number] for number in sorted(own))
 
 
 def _bare(name: str) -> str:
@@ -289,8 +325,17 @@ def exception_names(exception: RaisedException | Wrapped | None) -> frozenset[st
     """Return the full and the bare names of an exception and of its base classes, and what the table counts them as."""
     if exception is None:
         return frozenset()
-    bare = [_bare(name) for name in (exception.type, *exception.bases)]
-    return frozenset((exception.type, *exception.bases, *bare, *(COUNTS_AS.get(name, name) for name in bare)))
+    names = {exception.type, *exception.bases}
+    names |= {_bare(name) for name in names}
+    names |= {COUNTS_AS[name] for name in names if name in COUNTS_AS}
+    for name in tuple(names):
+        of_python = getattr(builtins, name, None)
+        if isinstance(of_python, type) and issubclass(of_python, Exception):
+            names |= {base.__name__ for base in of_python.__mro__[1:]} - _BASES_OF_ALL
+    return frozenset(names)
+
+
+_BASES_OF_ALL = frozenset({"Exception", "BaseException", "object"})
 
 
 def signal_name(number: int) -> str:
@@ -386,7 +431,7 @@ def ended_by(evidence: Evidence) -> str:
     return "an unknown exit code" if evidence.exit_code is None else f"exit code {evidence.exit_code}"
 
 
-def _annotation(evidence: Evidence) -> str:
+def _annotation(evidence: Evidence, rule: str) -> str:
     """Return facts that did not affect the decision but help the reader of the reason."""
     notes = []
     if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
@@ -395,66 +440,8 @@ def _annotation(evidence: Evidence) -> str:
         notes.append(f"the driver recommends {', '.join(sorted(set(evidence.gpu_recovery)))}")
     if evidence.exception and (held := held_by_another_process(_ends(evidence.exception.message).lower())):
         notes.append(held)
+    if evidence.exception and rule in (NO_EVIDENCE, BUG_MAYBE):
+        tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
+        if tail and (printed := _first(_view(evidence, Weight.PRINTED, tail), PROGRAM_OUTPUT)):
+            notes.append(f"also on stderr: {printed.rule.because}")
     return f" ({'; '.join(notes)})" if notes else ""
-
-
-MAX_SHAPE = 300  # characters of the shape of a message that count in a fingerprint
-
-# Of a message, what varies from one try to the next: quoted text, the name of a host, words that hold a digit or a path (counts,
-# ids, addresses), units of memory (GPU memory that runs out again does so by MiB or by GiB), and whether it is a NaN or infinite.
-_QUOTED = re.compile(r"(?<!\w)(?:'[^']{0,300}'|\"[^\"]{0,300}\"|`[^`]{0,300}`)(?!\w)")
-_VARIES = re.compile(r"[\d/]|\A(?:[KMGT]i?B|bytes|(?i:-?nan|-?inf))\b")
-_HOST = re.compile(r"(?i:\b(node|host|hostname))[:=] ?[\w.-]{1,255}")
-_HOLDERS = re.compile(r"(?:Process <varies> has <varies> <varies> memory in use\. ?){2,20}")  # of a GPU, one or more
-
-# Parts of the paths of library files. Frames from an error file have no directory: see _LIBRARY_CALLS.
-_LIBRARY_PATHS = ("/site-packages/", "/dist-packages/", "/lib/python", "/torch/", "<frozen ")
-_STANDARD_MODULES = frozenset(sys.stdlib_module_names)
-
-# Frames of torch in a traceback, as "file function". Both must match, because a user may also have a module.py.
-_LIBRARY_CALLS = frozenset(
-    {
-        "module.py _wrapped_call_impl", "module.py _call_impl", "module.py load_state_dict", "module.py __getattr__",
-        "_tensor.py backward", "__init__.py backward", "graph.py _engine_run_backward",
-        "optimizer.py wrapper", "optimizer.py profile_hook_step", "_contextlib.py decorate_context",
-        "dataloader.py __next__", "dataloader.py _next_data", "dataloader.py _process_data", "fetch.py fetch",
-        "linear.py forward", "functional.py cross_entropy", "c10d_logger.py wrapper", "distributed_c10d.py all_reduce",
-        "distributed_c10d.py init_process_group", "serialization.py load", "distributed.py forward",
-    }
-)  # fmt: skip
-
-
-def of_exception(exception: RaisedException) -> str:
-    """Return the fingerprint of a failure with an exception."""
-    return f"{exception.type} | {top_user_frame(exception.frames)} | {normalised(exception.message)}"
-
-
-def of_exit(rule: str, ended: str) -> str:
-    """Return the fingerprint of a failure without an exception: the rule that matched, and the signal or the exit code."""
-    return f"{rule} | {ended}"
-
-
-def of_hosts(what: str, hosts: tuple[str, ...]) -> str:
-    """Return the fingerprint of a failure of certain hosts together. what: "cut" if they cannot reach each other."""
-    return f"{what} | {' | '.join(sorted(hosts))}"
-
-
-def top_user_frame(frames: tuple[str, ...]) -> str:
-    """Return the innermost user frame, else the innermost frame, without its directory; "" if there are no frames."""
-    users = [frame for frame in frames if not _is_library(frame)] or list(frames)
-    return users[-1].rpartition("/")[2] if users else ""
-
-
-def _is_library(frame: str) -> bool:
-    place, _, function = frame.partition(" in ")
-    path = place.rpartition(":")[0]
-    if "/" in path:
-        return any(part in path for part in _LIBRARY_PATHS)
-    return path.startswith("<frozen ") or f"{path} {function}" in _LIBRARY_CALLS or path.removesuffix(".py") in _STANDARD_MODULES
-
-
-def normalised(message: str) -> str:
-    """Return the shape of a message: its first line, with placeholders for what varies; cut after that, as the length varies."""
-    line = _HOST.sub(r"\1: <varies>", _QUOTED.sub("<quoted>", message.strip().partition("\n")[0][: 4 * MAX_SHAPE]))
-    shape = " ".join("<varies>" if _VARIES.search(word) else word for word in line.split())
-    return _HOLDERS.sub("Process <varies> has <varies> <varies> memory in use. ", shape)[:MAX_SHAPE]

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
+from elastic_ext.base.diagnosis import Weight
 from elastic_ext.base.records import Rank
 
 MAX_ERROR_FILE_BYTES = 1 << 20  # the bootstrap writes at most about 200 KiB
@@ -263,27 +265,33 @@ def _wrapped(account: dict[str, Any], max_message: int) -> Wrapped:
 
 
 Text = str | tuple[str, ...]
-"""A text to search for, in lower-case ASCII; a tuple matches if all of its texts are in one line."""
+"""A text to search for, in lower-case ASCII; a tuple matches if all of its texts are in one line. Words match as a whole."""
 
 
 @dataclass(frozen=True)
 class EvidenceView:
-    """The evidence in the form that rules match."""
+    """The evidence in the form that rules match: how the worker ended, and one text with the place where it stands."""
 
     evidence: Evidence
-    exception_names: frozenset[str]  # the full and the bare names of the exception and of its base classes; empty without one
-    text: SearchText  # the text in which a rule's texts are searched
-    signal: str | None  # the signal that ended the worker; exit code 128+N counts as signal N
+    place: Weight  # where the text stands
+    text: SearchText
+    # the full and the bare names of the exception and of its base classes; empty if no exception ended the script
+    exception_names: frozenset[str] = frozenset()
+    speakers: frozenset[str] = frozenset()  # the same of the exception whose message the text is; empty if it is no message
+    signal: str | None = None  # the signal that ended the worker; exit code 128+N counts as signal N
     errno: int | None = None
-    raised: bool = False  # whether the text is what an exception says, rather than all that was printed
+    answers: frozenset[str] = frozenset()  # status of HTTP and error codes by which a server has answered, in lower case
 
 
 class SearchText:
     """A text for case-insensitive searches."""
 
-    def __init__(self, text: str) -> None:
-        """Keep `text`, and an ASCII form of it: the table's texts are ASCII, so other characters may be replaced."""
-        self._original = text
+    def __init__(self, text: str, of_library: bool = False) -> None:
+        """Keep `text`, and an ASCII form of it: the table's texts are ASCII, so other characters may be replaced.
+
+        of_library: a known library has written all of it, so that quotes and paths are part of what it says.
+        """
+        self._original, self._of_library = text, of_library
         self.ascii = text.encode("ascii", "replace").lower().decode("ascii")
 
     @cached_property
@@ -291,25 +299,56 @@ class SearchText:
         """The whole text in lower case, because a user's pattern may hold any letter."""
         return self._original.lower()
 
+    @cached_property
+    def words(self) -> str:
+        """The ASCII form without what is in quotes or in a path: a sample, a name, a file. It says nothing about the failure."""
+        if self._of_library:
+            return self.ascii
+        plain = _QUOTED.sub("'...'", self.ascii)
+        return _WORD.sub(lambda word: "/..." if _is_path(word[0]) else word[0], plain) if "/" in plain else plain
+
     def __contains__(self, wanted: str) -> bool:
-        return wanted in self.ascii
+        return _has_word(self.words, wanted)
+
+    def line(self, parts: tuple[str, ...]) -> str:
+        """Return the first line that holds all parts, in lower case; "" if none does. Linear."""
+        text = self.words
+        rarest, *others = parts
+        at = text.find(rarest) if all(part in text for part in others) else -1
+        while at >= 0:
+            end = text.find("\n", at)
+            end = len(text) if end < 0 else end
+            line = text[text.rfind("\n", 0, at) + 1 : end]
+            if _has_word(line, rarest) and all(_has_word(line, part) for part in others):
+                return line
+            at = text.find(rarest, end)
+        return ""
+
+
+_QUOTED = re.compile(r"(?<!\w)(?:'[^'\n]{0,300}'|\"[^\"\n]{0,300}\"|`[^`\n]{0,300}`)(?!\w)")
+_WORD = re.compile(r"[^\s'\"`]{1,4096}")
+_LETTERS = frozenset("abcdefghijklmnopqrstuvwxyz")
+_OF_WORDS = _LETTERS | {"_"}
+_BEFORE = _OF_WORDS | {"/"}
+
+
+def _is_path(word: str) -> bool:
+    """Return whether a word is a path or an address: "a/b" alone may be two words, as in "GPU/Partition"."""
+    return word.startswith(("/", "./", "../", "~/")) or word.count("/") > 1 or ("/" in word and "." in word.strip(".,:;)"))
+
+
+def _has_word(text: str, wanted: str) -> bool:
+    """Return whether the text holds `wanted`, and no word goes on where it ends: "loss is inf" is not in "loss is inferred"."""
+    at = text.find(wanted)
+    while at >= 0:
+        end = at + len(wanted)
+        begins = wanted[0] not in _LETTERS or at == 0 or text[at - 1] not in _BEFORE
+        if begins and (wanted[-1] not in _LETTERS or text[end : end + 1] not in _OF_WORDS):
+            return True
+        at = text.find(wanted, at + 1)
+    return False
 
 
 def contains(text: SearchText, wanted: tuple[Text, ...]) -> bool:
     """Return whether one of the wanted texts occurs; a tuple occurs if one line holds all of its texts."""
-    return any(one in text if isinstance(one, str) else _in_one_line(text.ascii, one) for one in wanted)
-
-
-def _in_one_line(text: str, parts: tuple[str, ...]) -> bool:
-    if not all(part in text for part in parts):
-        return False
-    rarest, *others = parts
-    at = text.find(rarest)
-    while at >= 0:
-        end = text.find("\n", at)
-        end = len(text) if end < 0 else end
-        line = text[text.rfind("\n", 0, at) + 1 : end]
-        if all(part in line for part in others):
-            return True
-        at = text.find(rarest, end)
-    return False
+    return any(one in text if isinstance(one, str) else bool(text.line(one)) for one in wanted)

@@ -26,7 +26,6 @@ _MAY_BE_AWAY = (
     rules.MOUNT,
     "storage-client",
     "storage-busy",
-    "storage-load",
 )
 SPREAD_S = {
     **dict.fromkeys((rules.NO_EVIDENCE, rules.SERVICE), (30.0, 90.0)),
@@ -35,8 +34,8 @@ SPREAD_S = {
 # Names of rules.
 WARM_START, CUT_AGAIN, UNSEEN = "warm-start", "cut-again", "progress-unknown"
 REPEATED, SAME_NODE, CEILING, IN_A_ROW, BAD_NODE = "repeated", "same-node", "ceiling", "in-a-row", "bad-node"
-_FINAL = frozenset({"directory-taken", "sysexits", "no-progress"})  # they say that no other try would help, on whatever node
-_ON_ALL_NODES = frozenset({"gpu-dead", rules.HARDWARE_EXIT})  # what several nodes report at once is the hardware of none
+_FINAL = frozenset({"directory-taken"})  # they say that no other try would help, on whatever node
+_ON_ALL_NODES = frozenset({rules.GPU_DEAD, rules.HARDWARE_EXIT})  # what several nodes report at once is the hardware of none
 LEAST_NODES = 4  # of a job in which chance seldom chooses the same one twice
 LEAST_STEPS = 10  # of a try that fails at the same step as the one before it: fewer say nothing
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
@@ -47,7 +46,6 @@ MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; e
 # A repeated failure becomes kind "code", unless it has one of these kinds, which are more specific.
 _KIND_STAYS = frozenset({kinds.HOST_MEMORY, kinds.DEVICE_MEMORY, NUMERIC, STORAGE})
 _AWAY_KINDS = frozenset({NETWORK, STORAGE})
-_ENDS = frozenset({Response.STOP, Response.REPLACE_NODE, Response.REQUEUE})  # a job, or the stay of a node
 _EXIT_OF_KIND = {CODE: EX_CODE, kinds.DATA: EX_CODE, kinds.USER_STOP: EX_USER, HARDWARE: EX_NODE, PREEMPTION: EX_TRY_AGAIN}
 
 
@@ -129,7 +127,7 @@ class Facts:
     def away(self) -> bool:
         """Whether something certainly is away that a later launch may find.
 
-        The last words of a lost peer are the exception: such cascades show nothing else, and the network is assumed.
+        The lines of a rank that has lost a peer are the exception: such cascades show nothing else, and the network is assumed.
         """
         of_peers = self.rule in rules.PEERS and self.nodes.at_failure != 1  # else all peers are on this host
         named = self.rule == rules.NETWORK_RULE and self.trained and not self.in_step  # it has worked, so the name is right
@@ -155,7 +153,7 @@ def facts_of(diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) ->
         evidence,
         diagnosis.rule,
         nodes,
-        weight_of(diagnosis),
+        diagnosis.weight,
         past,
         same,
         times=1 + len(same),
@@ -188,7 +186,8 @@ def _place_counts(diagnosis: Diagnosis, nodes: Nodes) -> bool:
     several = evidence.cut or evidence.shared or len(evidence.differs) > 1  # for a cut, see `_cut_again`
     outage = evidence.before_first_step and rule in SPREAD_S and rule not in (rules.NO_EVIDENCE, rules.MOUNT)
     known = evidence.node is not None and not nodes.only_one and not several
-    return known and not outage and rule not in rules.OF_SCRIPT | rules.DAMAGED | rules.ELSEWHERE
+    of_script = rule in rules.OF_SCRIPT or (rule == rules.FILES and not evidence.before_first_step)
+    return known and not outage and not of_script and rule not in {rules.SERVICE, *rules.DAMAGED, *rules.ELSEWHERE}
 
 
 def _only_here(diagnosis: Diagnosis, past: Sequence[Precedent], same: Sequence[Precedent], nodes: Nodes) -> bool:
@@ -200,7 +199,8 @@ def _only_here(diagnosis: Diagnosis, past: Sequence[Precedent], same: Sequence[P
     node, may_be_outage = diagnosis.evidence.node, diagnosis.rule == rules.MOUNT and diagnosis.evidence.before_first_step
     wherever = any(each.same_fingerprint and each.same_rank and each.node not in (node, None) for each in past)
     shown = nodes.at_failure >= LEAST_NODES and nodes.one_may_leave and any(map(_has_moved, same))
-    here = all(each.node == node for each in same) and not wherever and (shown or not stops_at_start(diagnosis))
+    by_chance = diagnosis.kind == CODE and diagnosis.evidence.before_first_step
+    here = all(each.node == node for each in same) and not wherever and (shown or not by_chance)
     return here and len(same) >= (MAX_SAME_FAILURES - 1 if may_be_outage else 1)
 
 
@@ -353,18 +353,6 @@ def overruled(facts: Facts, rows: Sequence[HistoryRow]) -> Facts:
     return facts
 
 
-def weight_of(diagnosis: Diagnosis) -> Weight:
-    """Return where the evidence stands, beyond what `classify` says of it.
-
-    It gives an answer that ends a job or takes a node only for what is certain. Hangs and cuts come from our own detectors,
-    Megatron-LM's word comes with an exit code, and an exception that no rule knows is more than a bare exit code.
-    """
-    if diagnosis.response in _ENDS or diagnosis.rule in (rules.HANG_RULE, rules.CUT_RULE, rules.RERUN_CORRECT):
-        return Weight.PLATFORM
-    raised = diagnosis.rule == rules.NO_EVIDENCE and diagnosis.evidence.exception is not None
-    return Weight.LAST_WORDS if raised else diagnosis.weight
-
-
 def stops_at_start(diagnosis: Diagnosis) -> bool:
     """Return whether a rule stops the job before its first step for what a bug causes, or a node that lacks a file."""
     bug = (
@@ -397,4 +385,4 @@ def may_be_of_a_node(diagnosis: Diagnosis) -> bool:
     evidence = diagnosis.evidence
     of_mount = diagnosis.rule == rules.MOUNT and not evidence.shared
     of_link = bool(evidence.cuts) and all(evidence.node in hosts for hosts in evidence.cuts)
-    return (of_a_node(diagnosis) or of_mount or of_link) and weight_of(diagnosis) is not Weight.PRINTED
+    return (of_a_node(diagnosis) or of_mount or of_link) and diagnosis.weight is not Weight.PRINTED

@@ -238,9 +238,10 @@ def _checkpoint_to_blame(facts: Facts) -> bool:
     """Return whether the same failure happened twice before the first step, both times after loading the same checkpoint.
 
     Never for a failure from outside the worker, or of the storage: all checkpoints would be quarantined one after another. Nor
-    for a bug or a lack of GPU memory: once the script is mended, it would resume from an older one.
+    for a certain bug or a lack of GPU memory: once the script is mended, it would resume from an older one.
     """
-    outside = facts.diagnosis.kind in _NO_CHECKPOINT_KINDS or facts.rule in rules.ILL_STORAGE or facts.rule == "cache-race"
+    outside = facts.diagnosis.kind in _NO_CHECKPOINT_KINDS and facts.rule != rules.BUG_MAYBE
+    outside |= facts.rule in rules.ILL_STORAGE or facts.rule == "cache-race"
     outside |= facts.evidence.signal in ("SIGKILL", "SIGTERM") or facts.diagnosis.tier == rules.USER_RULES
     same = [each for each in facts.same if each.first_step_done is False]
     # not if it happened with another one, too, or if none was there to try

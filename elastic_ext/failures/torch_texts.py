@@ -141,7 +141,7 @@ WORDINGS = (
             "report this issue to the nccl developers", library="nccl"),
     Wording("{}: communicator was revoked", How.STATUS, PEER_GONE, GROUP_GONE[0], library="nccl"),
     Wording("unhandled cuda error (run with NCCL_DEBUG=INFO for details)", How.STATUS, GPU_LAUNCH,
-            ("unhandled cuda error", "nccl"), printed=True, library="nccl"),
+            "unhandled cuda error (run with nccl_debug=", printed=True, library="nccl"),
     Wording("invalid usage (run with NCCL_DEBUG=WARN for details)", How.STATUS, MISUSE, "invalid usage (run with nccl_debug=",
             library="nccl"),
     Wording("invalid argument (run with NCCL_DEBUG=WARN for details)", How.STATUS, MISUSE,
@@ -160,10 +160,4 @@ def keys(rule: str, printed: bool) -> tuple[Text, ...]:
 
 
 # Lines by which a backend aborts the process, and others by which it says why: the parts that one line holds, the rarest first.
-ABORT_LINES: tuple[tuple[str, ...], ...] = (ABORTS, CALLBACK, STUCK_LOOP)
-OWN_LINES = (*ABORT_LINES, ASYNC_ERROR, QUERY_FAILED)
-# How a thread of the older backend begins to say that it ends the process, its very last words first.
-WATCHDOG_ENDS_IT = (
-    "c10::distbackenderror", "terminating the process after attempting to dump debug info",
-    "watchdog caught collective operation timeout",
-)  # fmt: skip
+OWN_LINES: tuple[tuple[str, ...], ...] = (ABORTS, CALLBACK, STUCK_LOOP, ASYNC_ERROR, QUERY_FAILED)

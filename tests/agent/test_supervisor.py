@@ -316,12 +316,12 @@ def test_record_and_the_launchers_own_error_file(tmp_path):
     """A scheduler that starts torchrun with TORCHELASTIC_ERROR_FILE gets the root cause of the worker, as with stock."""
     (tmp_path / "recorded.py").write_text(
         "from torch.distributed.elastic.multiprocessing.errors import record\n"
-        "@record\ndef main():\n    raise NotImplementedError('later')\nmain()\n"
+        "@record\ndef main():\n    raise NameError('later')\nmain()\n"
     )
     job = run([*EXT, "--nproc-per-node=2", "recorded.py"], tmp_path, TORCHELASTIC_ERROR_FILE=str(tmp_path / "launcher.json"))
     assert job.returncode == 65
     message = json.loads((tmp_path / "launcher.json").read_text())["message"]
-    assert message["message"] == "NotImplementedError: later"
+    assert message["message"] == "NameError: later"
     assert "in main" in message["extraInfo"]["py_callstack"]
 
 

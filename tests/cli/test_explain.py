@@ -171,7 +171,7 @@ def rules(tmp_path):
         (Evidence(0, exit_code=17, exception=RaisedException("other.OursError", "")), "no-evidence"),
         (Evidence(0, exit_code=1, exception=RaisedException("pkg.OursError", "")), "no-evidence"),
         (Evidence(0, exit_code=138), "usr1"),
-        (Evidence(0, signal="SIGUSR1", agent_signal="SIGINT"), "agent-interrupted"),
+        (Evidence(0, signal="SIGUSR1", agent_signal="SIGINT"), "cancelled"),
         (Evidence(0, signal="SIGUSR1", xids=(79,)), "usr1"),
     ],
 )

@@ -15,8 +15,9 @@ from elastic_ext.base.diagnosis import KINDS, Response
 from elastic_ext.checkpoints.directory.generations import StaleGroup
 from elastic_ext.checkpoints.ranks import StorageFailed
 from elastic_ext.cli.status import explained
+from elastic_ext.failures import abort_lines, fingerprints, ledger, policy, rules, servers, tracebacks, user_rules
 from elastic_ext.failures import classify as classify_module
-from elastic_ext.failures import ledger, policy, rules, user_rules
+from elastic_ext.failures import evidence as evidence_module
 from elastic_ext.failures.classify import classify, root_cause
 from elastic_ext.failures.evidence import (
     MAX_ERROR_FILE_BYTES,
@@ -58,16 +59,12 @@ def killed(signal, **more):
 
 
 # What each rule of the table must match: (rule, kind, decision, evidence...). A rule without a row here fails a test.
-ALWAYS = (
-    "SyntaxError IndentationError TabError NameError UnboundLocalError ImportError ModuleNotFoundError AttributeError "
-    "NotImplementedError"
-)
-ARGUMENTS = "TypeError ValueError KeyError IndexError AssertionError ZeroDivisionError"
-FILES = (
-    "FileNotFoundError PermissionError IsADirectoryError UnicodeDecodeError json.decoder.JSONDecodeError "
-    "yaml.scanner.ScannerError"
-)
-SHAPES = ["size mismatch, m1", "shape mismatch: value tensor", "Expected all tensors to be on the same device, but found two"]
+ALWAYS = "NameError UnboundLocalError ModuleNotFoundError"
+AT_START = "SyntaxError IndentationError TabError AttributeError TypeError KeyError"
+ARGUMENTS = "ValueError IndexError AssertionError ZeroDivisionError NotImplementedError "
+ARGUMENTS += "UnicodeDecodeError json.decoder.JSONDecodeError yaml.scanner.ScannerError"
+FILES = "FileNotFoundError PermissionError IsADirectoryError NotADirectoryError ImportError"
+GLOG = "[rank3]:[E1129 09:00:00.123456 ProcessGroupNCCL.cpp:1896] "
 STATE_DICT = [
     'Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: "a"',
     "Unexpected key(s) in state_dict: b",
@@ -77,16 +74,15 @@ COUNTING_GPUS = (
     "already set an error? "
 )
 ROWS = [
-    ("agent-interrupted", "user_stop", "stop", killed("SIGTERM", agent_signal="SIGINT"), raised("KeyError",
-     agent_signal="SIGINT")),
+    ("cancelled", "user_stop", "stop", killed("SIGTERM", agent_signal="SIGINT"), raised("KeyError", agent_signal="SIGINT"),
+     ended(143, platform=Platform("slurm", "CANCELLED by 1000"))),
     ("agent-terminated", "preemption", "requeue", killed("SIGTERM", agent_signal="SIGTERM"),
      killed("SIGTERM", agent_signal="SIGUSR1")),
-    ("disruption-target", "preemption", "requeue", ended(143, platform=Platform("kubernetes", "", True)),
-     raised("NameError", platform=Platform("kubernetes", "OOMKilled", True))),
-    ("platform-preempted", "preemption", "requeue",
+    ("platform-preempted", "preemption", "requeue", ended(143, platform=Platform("kubernetes", "", True)),
+     raised("NameError", platform=Platform("kubernetes", "OOMKilled", True)), ended(143, platform=Platform("slurm", "REQUEUED")),
+     ended(143, platform=Platform("slurm", "CANCELLED AT 2026-01-05T02:06:12 DUE TO JOB REQUEUE")),
      *(ended(143, platform=Platform("slurm", reason)) for reason in ("PREEMPTED", "NODE_FAIL", "DUE TO TIME LIMIT", "TIMEOUT",
                                                                       "CANCELLED AT 2026-01-01 DUE TO TIME LIMIT"))),
-    ("cancelled", "user_stop", "stop", ended(143, platform=Platform("slurm", "CANCELLED by 1000"))),
     ("stopped-by-agent", "cascade", "follow", killed("SIGTERM", stopped_by_agent=True),
      raised("AttributeError", "in a SIGTERM handler", stopped_by_agent=True)),
     ("xid-replace", "hardware", "replace_node", *(killed("SIGABRT", xids=(xid,)) for xid in (
@@ -104,10 +100,11 @@ ROWS = [
         102, 103, 104, 105, 126, 127, 128, 129, 130, 131, 132, 133, 134, 135, 139))),
     ("oom-killed", "host_memory", "confirm", killed("SIGKILL", oom_kills=1), ended(137, platform=Platform("kubernetes",
      "OOMKilled"))),
-    ("gpu-dead", "hardware", "replace_node", wrote("NVRM: GPU has fallen off the bus."),
-     wrote("NVLink: fatal error detected on link 1"),
-     raised("torch.AcceleratorError", "CUDA error: uncorrectable ECC error encountered"), wrote("x CUDA_ERROR_ECC_UNCORRECTABLE"),
-     wrote("aclrt: error code is 507035")),
+    ("gpu-dead", "hardware", "replace_node", raised("pynvml.NVMLError_GpuIsLost", "GPU is lost"),
+     raised("torch.AcceleratorError", "CUDA error: uncorrectable ECC error encountered"),
+     raised("RuntimeError", "CUDA driver error: CUDA_ERROR_ECC_UNCORRECTABLE"),
+     raised("RuntimeError", "CUDA error: uncorrectable NVLink error detected during the execution")),
+    ("gpu-dead", "hardware", "restart", wrote(GLOG + "CUDA error: uncorrectable ECC error encountered")),
     ("hardware-exit", "hardware", "replace_node", ended(14), ended(201), ended(202)),
     ("node-check", "hardware", "replace_node", ended(1, node_health_failed=True)),
     ("replicas-differ", "hardware", "replace_node", killed("SIGKILL", differs=("a",))),
@@ -115,56 +112,49 @@ ROWS = [
     ("hang", "hang", "restart", killed("SIGKILL", hang=True)),
     ("keyboard-interrupt", "user_stop", "stop", raised("KeyboardInterrupt")),
     ("shared-object", "storage", "restart", raised("ImportError", "libcudnn.so.9: cannot open shared object file: No such file")),
-    ("import-file-system", "storage", "restart", raised("ImportError", "[Errno 116] Stale file handle: 'a.py'")),
     ("directory-taken", "code", "stop", raised(
         f"{StaleGroup.__module__}.StaleGroup", "another launch, of job x, saves to the directory; give each its own: x")),
     ("code-always", "code", "stop", *(raised(name, "m", first_step_done=done) for name in ALWAYS.split() for done in (True,
      False)),
-     raised("SyntaxError", "unexpected EOF while parsing"), raised("ImportError", "a.so: undefined symbol: x"),
-     raised("ImportError", "/x/libcublas.so.12: symbol a, version libcublasLt.so.12 not defined in file "
-            "libcublasLt.so.12 with link time reference"), raised("ImportError", "/x/a.so: wrong ELF class: ELFCLASS32"),
-     raised("ImportError", "/x/a.so: ELF file OS ABI invalid"),
-     raised("ImportError", "/x/libgomp-d22c.so.1: cannot allocate memory in static TLS block"),
-     raised("ImportError", "a.so: cannot enable executable stack as shared object requires: Invalid argument"),
-     raised("ImportError", "cannot import name 'A' from 'pkg.solvers' (/app/pkg/solvers.py)"),
      Evidence(0, exit_code=1, exception=RaisedException(
          "ModuleNotFoundError", "No module named 'a.solver'", (), bases=("ImportError",)))),
-    ("argparse", "code", "stop", ended(2, stderr_tail="usage: train.py [-h]\ntrain.py: error: bad argument")),
     ("disk-full", "storage", "confirm", raised("OSError", "[Errno 28] No space left on device: '/ckpt'"),
      raised("OSError", "[Errno 122] Disk quota exceeded")),
     ("file-system-ill", "storage", "restart", *(raised("OSError", text) for text in (
         "[Errno 116] Stale file handle", "[Errno 5] Input/output error", "[Errno 107] Transport endpoint is not connected",
         "[Errno 70] Communication error on send", "[Errno 71] Protocol error",
         "[Errno 74] Bad message", "[Errno 117] Structure needs cleaning")),
-     raised("RuntimeError", "cannot write /beegfs/a: Communication error on send")),
+     raised("RuntimeError", "cannot write /beegfs/a: Communication error on send"),
+     raised("ImportError", "[Errno 116] Stale file handle: 'a.py'")),
     ("storage-client", "storage", "restart", *(raised(name, "m") for name in (
         "botocore.exceptions.ClientError", "s3fs.errors.S3Error", "gcsfs.retry.HttpError", "fsspec.exceptions.FSTimeoutError",
-        "s3torchconnectorclient._mountpoint_s3_client.S3Exception"))),
-    ("storage-load", "storage", "restart", *(
-        raised(f"{StorageFailed.__module__}.StorageFailed", f"s3://b/step_00000015.g0001: {text}") for text in (
-            "[Errno 16] Please reduce your request rate.",
-            "[Errno 5] An error occurred (InternalError) when calling the GetObject operation (reached max retries: 4)",
-            "[Errno 5] ConnectTimeoutError: Connect timeout on endpoint URL",
-        ))),
+        "s3torchconnectorclient._mountpoint_s3_client.S3Exception")),
+     *(raised(f"{StorageFailed.__module__}.StorageFailed", f"s3://b/step_00000015.g0001: {text}") for text in (
+         "[Errno 16] Please reduce your request rate.", "[Errno 5] ConnectTimeoutError: Connect timeout on endpoint URL")),
+     Evidence(0, 1, exception=RaisedException(
+         "ConnectionResetError", "[Errno 104] Connection reset by peer", (
+             "train.py:9 in load", ".../site-packages/botocore/httpsession.py:3 in send", "socket.py:720 in readinto")))),
     ("storage-busy", "storage", "restart", raised("requests.exceptions.HTTPError", "429 Client Error: Too Many Requests"),
-     *(raised("HTTPError", f"HTTP {code}") for code in (429, 500, 502, 503, 504)), raised("E", "Please reduce (SlowDown)"),
+     *(raised("HTTPError", f"HTTP {code}") for code in (429, 500, 502, 503, 504)),
+     raised("botocore.exceptions.ClientError", "An error occurred (SlowDown) when calling the PutObject operation"),
      raised("mlflow.exceptions.MlflowException", "API request to endpoint /api/2.0/x failed with error code 503 != 200."),
-     raised("openai.InternalServerError", "Error code: 502 - {'error': {'message': 'Bad gateway'}}"),
-     wrote("HTTP 404\nHTTP 503")),
-    ("storage-reset", "storage", "restart", Evidence(0, 1, exception=RaisedException(
-        "ConnectionResetError", "[Errno 104] Connection reset by peer",
-     ("/x/site-packages/botocore/httpsession.py:3 in send",)))),
+     raised("openai.InternalServerError", "Error code: 502 - {'error': {'message': 'Bad gateway'}}")),
     ("usage", "code", "stop", raised("elastic_ext.errors.UsageError", "no directory", first_step_done=True)),
     ("access-expired", "code", "confirm", raised("ClientError", "(ExpiredToken) when calling GetObject", first_step_done=False)),
-    ("access-refused-at-start", "code", "stop",
-     *(raised("ClientError", text, first_step_done=False) for text in ("An error occurred (403)", "HTTP 401", "AccessDenied")),
-     raised("NoCredentialsError", "m", first_step_done=False),
+    ("access-refused", "code", "confirm", raised("NoCredentialsError"), raised("HTTPError", "403 Client Error: Forbidden"),
+     *(raised("ClientError", text, first_step_done=False) for text in (
+         "An error occurred (403)", "HTTP 401", "An error occurred (MissingContentLength) when calling the PutObject operation")),
+     raised("azure.core.exceptions.HttpResponseError", "This request is not authorized\nErrorCode:AuthorizationFailure"),
+     raised("google.api_core.exceptions.Forbidden", "403 GET https://storage.googleapis.com/x"),
+     raised("mlflow.exceptions.MlflowException", "INVALID_PARAMETER_VALUE: Changing param values is not allowed."),
+     raised("google.auth.exceptions.RefreshError", "Reauthentication is needed. Please run `gcloud auth login`"),
      *(raised("s3torchconnectorclient._mountpoint_s3_client.S3Exception", text, first_step_done=False) for text in (
         "Client error: No signing credentials found", "Service error: The bucket does not exist",
         "Service error: The key does not exist"))),
-    ("access-refused", "code", "confirm", raised("NoCredentialsError"), raised("HTTPError", "403 Client Error: Forbidden")),
     ("service-unreachable", "network", "restart", raised("requests.exceptions.ChunkedEncodingError", "m"),
-     raised("httpx.ConnectError", "m"), raised("OSError", "We couldn't connect to 'https://x' to load this file")),
+     raised("httpx.ConnectError", "m"), raised("wandb.sdk.mailbox.mailbox.MailboxClosedError"),
+     raised("grpc._channel._InactiveRpcError", "<RPC with:\n\tstatus = StatusCode.UNAVAILABLE\n>"),
+     raised("OSError", "We couldn't connect to 'https://x' to load this file")),
     ("child-crash", "crash", "confirm",
      raised("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Segmentation fault."),
      raised("ProcessExitedException", "process 1 terminated with signal SIGABRT")),
@@ -184,7 +174,7 @@ ROWS = [
      raised("RuntimeError", "Error 803: system has unsupported display driver", first_step_done=False),
      raised("RuntimeError", COUNTING_GPUS + "Error 500: named symbol not found", first_step_done=False),
      raised("torch.AcceleratorError", "CUDA error: CUDA driver version is insufficient for CUDA runtime version")),
-    ("gpu-missing", "hardware", "confirm",
+    ("gpu-driver", "code", "confirm",
      *(raised("ValueError", text, first_step_done=False) for text in (
          "ProcessGroupNCCL is only supported with GPUs, no GPUs found!",
          "You requested gpu: [0, 1]\n But your machine only has: [0]", "No supported gpu backend found!",
@@ -204,14 +194,15 @@ ROWS = [
     ("checkpoint-broken", "storage", "restart", raised("RuntimeError", "PytorchStreamReader failed reading zip archive"),
      raised("RuntimeError", "unexpected EOF, expected 4 more bytes"), raised("zipfile.BadZipFile", "File is not a zip file"),
      raised("RuntimeError", "failed finding central directory")),
-    ("checkpoint-checksum", "storage", "restart", raised("RuntimeError", "checksum of a.bin: mismatch", checkpoint_load=True)),
+    ("checkpoint-broken", "storage", "restart", raised("RuntimeError", "checksum of a.bin: mismatch", checkpoint_load=True)),
     ("device-memory-held", "device_memory", "restart", raised("torch.OutOfMemoryError",
      "CUDA out of memory. Process 12 has 20.50 GiB "
                                                                 "memory in use.", first_step_done=True)),
     ("device-memory", "device_memory", "confirm", raised("torch.OutOfMemoryError"), raised("torch.cuda.OutOfMemoryError"),
      raised("RuntimeError", "CUDA out of memory"), raised("RuntimeError", COUNTING_GPUS + "Error 2: out of memory"),
      raised("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"),
-     wrote("CUDA out of memory"), raised("OutOfMemoryError", "Process 12 has 512.00 MiB memory in use")),
+     wrote(GLOG + "Process group watchdog thread terminated with exception: CUDA out of memory"),
+     raised("OutOfMemoryError", "Process 12 has 512.00 MiB memory in use")),
     ("shared-memory-left", "host_memory", "restart", raised("FileExistsError", "[Errno 17] File exists: '/000010_locals'"),
      raised("ValueError", "Reused local directory: ['/c4'] vs ['/c4']. Provide a different one.", first_step_done=False)),
     ("shared-memory", "host_memory", "confirm",
@@ -220,8 +211,8 @@ ROWS = [
     ("host-memory", "host_memory", "confirm", raised("MemoryError"), raised("RuntimeError",
      "DataLoader worker (pid 7) is killed by "
      "signal: Killed."), raised("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")),
-    ("numeric", "numeric", "confirm", raised("FloatingPointError"), raised("ValueError", "Loss is NaN"), raised("E",
-     "loss is nan"),
+    ("numeric", "numeric", "confirm", raised("FloatingPointError"), raised("ValueError", "Loss is NaN"),
+     raised("Exception", "Current loss scale already at minimum"),
      raised("RuntimeError", "Function 'MulBackward0' returned nan values in its 0th output."),
      raised("RuntimeError", "The total norm for gradients is non-finite, so it cannot be clipped")),
     ("rerun-correct", "numeric", "confirm",
@@ -233,9 +224,9 @@ ROWS = [
      raised("RuntimeError", "CUDA error: device-side assert triggered"), raised("torch.AcceleratorError", "m"),
      wrote("Memory access fault by GPU node-2 (Agent handle: 0x55d) on address 0x7f0. Reason: Unknown.")),
     ("peer-gone", "cascade", "follow",
-     wrote("[Rank 5] Received a dump signal due to a collective timeout from  rank 2 and we will try our best to dump"),
-     wrote("Terminating the process after attempting to dump debug info, due to collective timeout or exception."),
-     wrote("ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"),
+     wrote(GLOG + "[Rank 5] Received a dump signal due to a collective timeout from  rank 2 and we will try our best to dump"),
+     wrote(GLOG + "Terminating the process after attempting to dump debug info, due to collective timeout or exception."),
+     wrote(GLOG + "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"),
      raised("torch.distributed.DistBackendError", "NCCL error"),
      raised("torch.distributed.DistStoreError", "wait timeout after 3000ms, keys: /a/0//cpu//0/1"),
      raised("RuntimeError", "[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete"),
@@ -246,44 +237,55 @@ ROWS = [
      raised("RuntimeError", "Gloo connectFullMesh failed with [x.cc] no error", first_step_done=True),
      raised("RuntimeError", "Gloo connectFullMesh failed with [x.cc] SO_ERROR: Connection refused", first_step_done=True),
      raised("RuntimeError", "DeepEP error: timeout (dispatch CPU)"), raised("RuntimeError", "DeepEP error: CPU recv timeout"),
-     wrote("[rank0]: Watchdog caught collective operation timeout: WorkNCCL"), wrote("NCCL error: remote process exited"),
+     wrote("[rank0]:[E ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL"),
+     wrote(GLOG + "NCCL error: remote process exited"),
      wrote("terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  NCCL communicator was aborted")),
     ("peer-connection", "cascade", "follow",
      raised("RuntimeError", "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1", first_step_done=False),
      raised("RuntimeError", "Connection reset by peer"), wrote("NCCL WARN Broken pipe"),
      raised("torch.distributed.DistNetworkError", "Failed to recv, got 0 bytes. Connection was likely closed. Did the remote "),
-     wrote("gloo: Connection reset by peer [1]")),
+     wrote("[E ProcessGroupGloo.cpp:9] [gloo/pair.cc:547] Connection reset by peer [1]")),
     ("not-enough-nodes", "network", "requeue", raised("torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError")),
     ("network", "network", "restart", *(raised(name, "m") for name in (
         "torch.distributed.DistNetworkError", "ConnectionError", "ConnectionResetError",
         "BrokenPipeError", "ConnectionRefusedError", "ConnectionAbortedError", "TimeoutError", "socket.gaierror",
      "socket.timeout")),
      raised("OSError", "[Errno -2] Name or service not known")),
-    ("state-dict-at-start", "code", "stop", *(raised("RuntimeError", text, first_step_done=False) for text in STATE_DICT)),
-    ("state-dict", "code", "confirm", *(raised("RuntimeError", text, first_step_done=True) for text in STATE_DICT)),
-    ("arguments-at-start", "code", "stop", *(raised(name, first_step_done=False) for name in ARGUMENTS.split()),
-     *(raised("RuntimeError", text, first_step_done=False) for text in SHAPES)),
-    ("arguments", "code", "confirm", *(raised(name, first_step_done=done) for name in ARGUMENTS.split() for done in (True, None)),
-     *(raised("RuntimeError", text, first_step_done=True) for text in SHAPES)),
-    ("command", "code", "confirm", *(raised(
-        "subprocess.CalledProcessError", f"Command 'make' returned non-zero exit status {code}.") for code in (2, 126, 127))),
-    ("files-at-start", "code", "stop", *(raised(name, first_step_done=False) for name in FILES.split())),
-    ("files", "code", "confirm", *(raised(name, first_step_done=done) for name in FILES.split() for done in (True, None))),
+    ("state-dict", "code", "confirm", *(raised("RuntimeError", text, first_step_done=done)
+                                        for text in STATE_DICT for done in (True, False)),
+     raised("deepspeed.runtime.zero.utils.ZeRORuntimeException", "The checkpoint being loaded used a DP world size of 32")),
+    ("code-at-start", "code", "stop", *(raised(name, first_step_done=False) for name in AT_START.split())),
+    ("arguments", "code", "confirm",
+     *(raised(name, first_step_done=done) for name in ARGUMENTS.split() for done in (True, None, False)),
+     *(raised(name, first_step_done=done) for name in AT_START.split() for done in (True, None)),
+     *(raised("subprocess.CalledProcessError", f"Command 'make' returned non-zero exit status {code}.")
+       for code in (2, 126, 127))),
+    ("files", "code", "confirm",
+     *(raised(name, first_step_done=done) for name in FILES.split() for done in (True, None, False)),
+     raised("ImportError", "a.so: undefined symbol: x"), raised("ImportError", "/x/a.so: ELF file OS ABI invalid"),
+     raised("ImportError", "/x/libcublas.so.12: symbol a, version libcublasLt.so.12 not defined in file "
+            "libcublasLt.so.12 with link time reference"), raised("ImportError", "/x/a.so: wrong ELF class: ELFCLASS32"),
+     raised("ImportError", "/x/libgomp-d22c.so.1: cannot allocate memory in static TLS block"),
+     raised("ImportError", "a.so: cannot enable executable stack as shared object requires: Invalid argument"),
+     raised("ImportError", "cannot import name 'A' from 'pkg.solvers' (/app/pkg/solvers.py)")),
+    ("runtime-error", "code", "confirm", raised("RuntimeError", "flaky"), raised("RuntimeError", "size mismatch, m1"),
+     raised("Exception", "data did not match any variant", first_step_done=False)),
     ("interrupted", "user_stop", "stop", ended(130), killed("SIGINT")),
     ("killed", "unknown", "restart", killed("SIGKILL", oom_kills=0), killed("SIGKILL"), ended(137), ended(-9)),
     ("crash", "crash", "confirm", killed("SIGSEGV"), killed("SIGILL"), killed("SIGFPE"), ended(139)),
     ("bus-error", "hardware", "restart", killed("SIGBUS"), ended(135)),
     ("abort", "crash", "restart", killed("SIGABRT"), ended(134)),
-    ("terminated", "unknown", "restart", killed("SIGTERM"), ended(143)),
+    ("killed", "unknown", "restart", killed("SIGTERM"), ended(143)),
     ("slurm-notice", "preemption", "requeue", *(killed(name, platform=Platform("slurm")) for name in ("SIGUSR1", "SIGUSR2"))),
     ("no-handler", "code", "stop", killed("SIGUSR1"), killed("SIGUSR2"), ended(138)),
     ("usage-exit", "code", "stop", ended(2), ended(126), ended(127)),
-    ("sysexits", "code", "stop", *(ended(code) for code in (*range(64, 75), 76, 77, 78))),
+    ("usage-exit", "code", "stop", *(ended(code) for code in (*range(64, 75), 76, 77, 78, 93))),
     ("try-again", "preemption", "restart_free", ended(75)),
-    ("no-progress", "code", "stop", ended(93)),
     ("no-evidence", "unknown", "restart",
      raised("subprocess.CalledProcessError", "Command 'git' returned non-zero exit status 128."), ended(1), ended(255),
-     ended(None), raised("RuntimeError", "flaky"), killed("signal 40"),
+     Evidence(0, 1, exception=RaisedException("KeyError", "'credential_provider'", (
+         "train.py:8 in main", ".../site-packages/botocore/session.py:780 in get_component")), first_step_done=False),
+     ended(None), raised("my.Trouble", "flaky"), raised("OSError", "unknown"), killed("signal 40"),
      *(ended(1, xids=(xid,)) for xid in (13, 31, 14, 37, 38, 43, 44, 45, 63, 66, 67, 92, 93, 106, 107, 108, 121, 137, 141, 152,
      153,
                                          157, 160, 161))),
@@ -336,13 +338,34 @@ def test_the_cases_of_the_design(value):
     assert {"kind": told["kind"], "decision": told["decision"]} == value["expect"]
 
 
-@pytest.mark.parametrize("value", cases("outside_cases"), ids=lambda value: value["id"])
+@pytest.mark.parametrize("value", [*cases("outside_cases"), *cases("outside_cases_2")], ids=lambda value: value["id"])
 def test_the_cases_of_public_reports(value):
-    """`accept` and `kinds`: answers of equal right."""
+    """`accept`, `kinds`, `exit_codes`: answers of equal right. OTHER_KIND: decided well, under another name."""
     expected, decisions, kinds = value.pop("expect"), value.pop("accept"), value.pop("kinds")
     told = explained({key: field for key, field in value.items() if key not in ("source", "why")})
     assert told["decision"] in (expected["decision"], *decisions)
-    assert told["kind"] in (expected["kind"], *kinds)
+    if expected["decision"] == told["decision"] and "exit_code" in expected:
+        assert told["exit_code"] in expected.get("exit_codes", [expected["exit_code"]])
+    assert told["kind"] in (expected["kind"], *kinds, *OTHER_KIND.get(value["id"], ()))
+
+
+OTHER_KIND = {"f-vllm-engine-init": ["code"]}  # the engine's own lines, in which its memory runs out, are only printed
+
+
+@pytest.mark.parametrize("value", cases("reviewed_cases"), ids=lambda value: value["id"])
+def test_the_cases_of_a_review(value):
+    """Written by somebody who had not seen the table, from what public reports say. None is decided irreversibly wrong."""
+    expected = value.pop("expect")
+    told = explained(value)
+    assert told["decision"] in expected["decisions"]
+
+
+def test_what_is_only_printed_is_named_as_that():
+    beside = classify(
+        raised("RuntimeError", "See root cause above", stderr_tail="ERROR torch.OutOfMemoryError: CUDA out of memory")
+    )
+    assert "(also on stderr: the GPU ran out of memory)" in beside.reason
+    assert "as far as words say, the network failed" in classify(ended(1, stderr_tail="no route to host")).reason
 
 
 TRACEBACK = (
@@ -356,8 +379,8 @@ TRACEBACK = (
 @pytest.mark.parametrize("prefix", ["", "[rank0]: ", "[default0]:", "[default0]:[rank0]: "])
 @pytest.mark.parametrize("more", [{"signal": "SIGABRT"}, {"exit_code": 1}, {"exit_code": 134}])
 def test_a_traceback_on_stderr_is_the_exception(prefix, more):
-    lines = "".join(f"{prefix}{line}\n[default1]:noise\n" for line in TRACEBACK.splitlines())
-    tail = f"Traceback (most recent call last):\nKeyError: 'old'\n{lines if prefix else TRACEBACK}terminate called\n"
+    lines = "[default1]:noise\n".join(f"{prefix}{line}\n" for line in TRACEBACK.splitlines())
+    tail = f"Traceback (most recent call last):\nKeyError: 'old'\n{lines if prefix else TRACEBACK}"
     diagnosis = classify(Evidence(0, stderr_tail=tail, **more))
     assert diagnosis.rule == "code-always"
     assert diagnosis.evidence.exception == RaisedException(
@@ -391,8 +414,8 @@ WATCHDOG = "terminate called after throwing an instance of 'c10::DistBackendErro
 )
 def test_a_traceback_before_more_output_stops_no_job(prefix, tail, more, rule):
     """A destructor's or a thread's, hours before a watchdog ends the process because of a lost peer."""
-    lines = "".join(f"{prefix}{line}\n" for line in tail.splitlines())
-    assert classify(Evidence(0, stderr_tail=lines, **more)).rule == rule
+    prefixed = "".join(f"{prefix}{line}\n" for line in TRACEBACK.splitlines())  # as torch's hook and torchrun print it
+    assert classify(Evidence(0, stderr_tail=tail.replace(TRACEBACK, prefixed), **more)).rule == rule
 
 
 @pytest.mark.parametrize(
@@ -407,7 +430,7 @@ def test_a_traceback_before_more_output_stops_no_job(prefix, tail, more, rule):
 )
 def test_what_was_survived_does_not_explain_an_abort(printed):
     """Else a victim of another node's failure stands for it, and the second time as a bug."""
-    for words in (WATCHDOG, "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL", "x\n" + IGNORED + WATCHDOG):
+    for words in (WATCHDOG, GLOG + "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL", "x\n" + IGNORED + WATCHDOG):
         assert classify(wrote(f"{printed}\n{words}")).rule == "peer-gone"
     assert classify(wrote(printed)).rule != "peer-gone"
 
@@ -430,7 +453,7 @@ def test_a_watchdogs_end_of_output_explains_its_abort(printed, what, rule):
 def test_error_file_before_stderr_exception_before_other_text():
     assert classify(raised("KeyError", stderr_tail=TRACEBACK)).rule == "arguments"
     assert classify(raised("KeyError", stderr_tail="gloo: Connection reset by peer")).rule == "arguments"
-    assert classify(raised("RuntimeError", "failed", stderr_tail="CUDA out of memory")).rule == "device-memory"
+    assert classify(raised("RuntimeError", "failed", stderr_tail="CUDA out of memory")).rule == "runtime-error"
 
 
 PEER = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
@@ -439,20 +462,21 @@ PEER = "[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
 @pytest.mark.parametrize(
     ("tail", "rule"),
     [
-        (PEER, "no-evidence"),
-        ("WARNING Retrying in 1s: HTTP Error 429 thrown while requesting HEAD https://x", "no-evidence"),
-        ("s3fs: Connection reset", "no-evidence"),
-        ("[W socket.cpp] Name or service not known", "no-evidence"),
-        ("Watchdog caught collective operation timeout", "peer-gone"),
-        ("CUDA error: device-side assert triggered", "gpu-access"),
-        ("OSError: [Errno 28] No space left on device", "disk-full"),
+        (PEER, "service-unreachable"),
+        ("[W socket.cpp] Name or service not known", "service-unreachable"),
+        ("[E ProcessGroupNCCL.cpp:632] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL", "peer-gone"),
+        ("[E ProcessGroupNCCL.cpp:632] [Rank 0] CUDA error: device-side assert triggered", "service-unreachable"),
+        ("CUDA error: device-side assert triggered", "service-unreachable"),
+        ("OSError: [Errno 28] No space left on device", "service-unreachable"),
     ],
 )
-def test_beside_an_exception_only_fatal_stderr_counts(tail, rule):
-    diagnosis = classify(raised("RuntimeError", "my bug", stderr_tail=f"{tail}\n"))
-    assert diagnosis.rule == rule
-    assert "raised RuntimeError: my bug" in diagnosis.reason
-    assert classify(ended(1, stderr_tail=tail)).rule != "no-evidence"
+def test_beside_an_exception_only_a_backend_counts(tail, rule):
+    """And only where no rule knows the exception: that of a tracker is known, a bare RuntimeError is not."""
+    unknown = raised("RuntimeError", "my bug", stderr_tail=f"{tail}\n")
+    assert classify(unknown).rule == (rule if rule == "peer-gone" else "runtime-error")
+    assert "raised RuntimeError: my bug" in classify(unknown).reason
+    for known, by in (("KeyError", "arguments"), ("wandb.sdk.mailbox.MailboxClosedError", "service-unreachable")):
+        assert classify(raised(known, "m", stderr_tail=f"{tail}\n")).rule == by
 
 
 @pytest.mark.parametrize(
@@ -479,12 +503,13 @@ def test_causes_of_an_exception_without_a_rule(causes, rule):
         ({"signal": "SIGKILL", "stderr_tail": "loss is nan, skipping step"}, "killed"),
         ({"signal": "SIGSEGV", "stderr_tail": "Retrying ... Read timed out."}, "crash"),
         ({"exit_code": 75, "stderr_tail": "offline mode is enabled"}, "try-again"),
-        ({"signal": "SIGKILL", "stderr_tail": "DefaultCPUAllocator: can't allocate memory"}, "host-memory"),
-        ({"exit_code": 1, "stderr_tail": "offline mode is enabled"}, "access-refused"),  # confirm, not stop
-        ({"exit_code": 2, "stderr_tail": "usage: train.py"}, "argparse"),
+        ({"signal": "SIGKILL", "stderr_tail": "DefaultCPUAllocator: can't allocate memory"}, "killed"),
+        ({"signal": "SIGKILL", "stderr_tail": "slurmstepd: error: Detected 1 oom_kill event in StepId=7.0"}, "host-memory"),
+        ({"exit_code": 1, "stderr_tail": "offline mode is enabled"}, "access-refused"),
+        ({"exit_code": 2, "stderr_tail": "usage: train.py"}, "usage-exit"),
         ({"exit_code": 1, "exception": RaisedException("my.Trouble", "m"), "stderr_tail": "loss is nan"}, "no-evidence"),
         ({"exit_code": 1, "exception": RaisedException("TypeError", "m"), "stderr_tail": "uncorrectable ECC count 0"},
-         "arguments-at-start"),
+         "code-at-start"),
         ({"exit_code": 1, "exception": RaisedException("SystemExit", "failed: 'x'"), "stderr_tail": TRACEBACK}, "no-evidence"),
     ],
 )  # fmt: skip
@@ -495,7 +520,7 @@ def test_printed_text_stops_no_job_explains_no_signal(more, rule):
 def test_a_refusal_is_heard_through_its_clients_errors():
     inner = Wrapped("httpx.HTTPStatusError", "Client error '401 Unauthorized' for url 'https://huggingface.co/x'")
     gated = RaisedException("huggingface_hub.errors.GatedRepoError", "401 Client Error.", wrapped=(inner,))
-    assert classify(Evidence(0, 1, exception=gated, first_step_done=False)).rule == "access-refused-at-start"
+    assert classify(Evidence(0, 1, exception=gated, first_step_done=False)).rule == "access-refused"
     limited = raised("urllib.error.HTTPError", "HTTP Error 403: rate limit exceeded", first_step_done=False)
     assert classify(limited).rule == "storage-busy"
 
@@ -522,7 +547,7 @@ def test_what_an_exception_was_raised_from_counts(type_, wrapped, rule):
 
 
 def test_a_class_counts_as_its_bases():
-    for bases, rule in ((("lib.Base", "AttributeError"), "code-always"), (("ConnectionError", "OSError"), "network"), ((), None)):
+    for bases, rule in ((("lib.Base", "NameError"), "code-always"), (("ConnectionError", "OSError"), "network"), ((), None)):
         assert classify(Evidence(0, 1, exception=RaisedException("mine.Odd", "m", bases=bases))).rule == (rule or "no-evidence")
 
 
@@ -532,8 +557,9 @@ def test_our_lines_are_no_evidence_about_the_script():
     configured = f"WARNING:elastic_ext.checkpoints.memory.saver:{ours}"
     for tail in (ours, trace, configured, f"step 1\n{ours}{trace}step 2\n"):
         assert classify(ended(1, stderr_tail=tail)).rule == "no-evidence"
-        assert classify(ended(1, stderr_tail=f"{tail}HTTP 503\n")).rule == "storage-busy"
-        assert classify(ended(1, stderr_tail=f"{TRACEBACK}{tail}")).rule == "code-always"
+        assert classify(ended(1, stderr_tail=f"{tail}no route to host\n")).rule == "network"
+        last = "no-evidence" if "step" in tail else "code-always"  # the script has printed more since
+        assert classify(ended(1, stderr_tail=f"{TRACEBACK}{tail}")).rule == last
 
 
 @pytest.mark.parametrize(
@@ -547,8 +573,8 @@ def test_a_text_is_found_anywhere_in_64_kib():
     noise = "step 1 loss 2.5\n" * 2000
     for text, rule in (
         ("CUDA out of memory", "device-memory"),
-        ("HTTP 503", "storage-busy"),
-        ("x" * 9000 + " loss is nan", "numeric"),
+        ("no route to host", "network"),
+        ("x" * 9000 + " too many open files", "host-limit"),
     ):
         for tail in (f"{text}\n{noise}", f"{noise}{text}\n", f"{noise}\r{text}\r{noise}"):
             assert classify(ended(1, stderr_tail=tail)).rule == rule
@@ -573,7 +599,7 @@ def _repeats(parsed):
 
 PATTERNS = [
     (module.__name__, value)
-    for module in (rules, classify_module, user_rules)
+    for module in (rules, classify_module, user_rules, evidence_module, fingerprints, abort_lines, servers, tracebacks)
     for value in vars(module).values()
     if isinstance(value, re.Pattern)
 ]
@@ -585,7 +611,7 @@ def test_no_pattern_can_backtrack_for_long(module, pattern):
 
 
 def test_the_guard_against_patterns_can_fail():
-    assert len(PATTERNS) >= 5
+    assert len(PATTERNS) >= 15
     with pytest.raises(AssertionError):
         list(_repeats(sre_parser.parse(r"(?:a+)+")))
     assert [most for _, most, _ in _repeats(sre_parser.parse(r"a*"))] == [sre.MAXREPEAT]
@@ -651,7 +677,7 @@ def test_an_error_files_text_stays_within_bounds(tmp_path):
 
 def test_the_fingerprint_holds_only_what_stays():
     def of(message, *frames):
-        return classify_module.of_exception(RaisedException("E", message, frames or ("train.py:88 in step",)))
+        return fingerprints.of_exception(RaisedException("E", message, frames or ("train.py:88 in step",)))
 
     assert of("at 0x7f3a: 3 of 17 in /tmp/a_1") == of("at 0x11ff: 4 of 18 in /tmp/b_2")
     assert of("this") != of("that")
@@ -844,6 +870,11 @@ def test_random_bytes(tmp_path):
         assert (read.data is None) == bool(read.problem)
 
 
+def _whole_word(text):
+    before, after = "(?<![a-z_/])" if text[0].isalpha() else "", "(?![a-z_])" if text[-1].isalpha() else ""
+    return f"{before}{re.escape(text)}{after}"
+
+
 TEXTS = sorted({text for rule in RULES for one in rule.texts for text in ([one] if isinstance(one, str) else one)})
 
 
@@ -853,8 +884,8 @@ def test_the_tables_texts_match_without_near_misses():
     for _ in range(2000):
         pieces = [random_.choice([text, text[:-1], text[1:], text.upper()]) for text in random_.choices(TEXTS, k=6)]
         joined = random_.choice(["", " ", "\n", "\x00", "\u00e9"]).join(pieces)
-        found = {text for text in TEXTS if contains(SearchText(joined), (text,))}
-        assert found == {text for text in TEXTS if re.search(re.escape(text), joined, re.IGNORECASE | re.ASCII)}
+        found = {text for text in TEXTS if contains(SearchText(joined, of_library=True), (text,))}
+        assert found == {text for text in TEXTS if re.search(_whole_word(text), joined, re.IGNORECASE | re.ASCII)}
         seen |= found
     assert seen == set(TEXTS)
     assert not any(contains(SearchText("\xff\x00" * 40_000), (text,)) for text in TEXTS)

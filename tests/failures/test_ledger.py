@@ -567,11 +567,11 @@ def test_a_repeatedly_bad_mount_differs_from_its_rank(hosts, ranks, rules, moves
 @pytest.mark.parametrize(
     ("failure", "exit_code"),
     [
-        ({"type_": "requests.exceptions.ConnectionError", "message": "HTTPConnectionPool(host='metrics', port=80)"}, 75),
+        ({"type_": "TimeoutError", "message": "timed out"}, 75),
         ({"type_": "ConnectionRefusedError", "message": "[Errno 111] Connection refused"}, 75),
         ({"type_": "botocore.exceptions.ClientError", "message": "An error occurred (SlowDown) when calling PutObject"}, 75),
         (STALE, 75),
-        ({"type_": "RuntimeError", "message": "the queue is empty"}, 1),
+        ({"type_": "my.QueueEmpty", "message": "the queue is empty"}, 1),
         ({"signal": "SIGKILL"}, 1),
     ],
 )
@@ -589,6 +589,15 @@ def test_what_only_rank_0_meets_costs_no_node(failure, exit_code):
 
     assert decisions(of_rank=True) == [("restart", None), ("restart", None), ("stop", exit_code)]
     assert decisions(of_rank=False)[:2] == [("restart", None), ("replace_node", 69)]
+
+
+def test_a_service_costs_no_node_wherever_ranks_are():
+    ledger, found = Ledger(), []
+    for number, rank in enumerate((0, 8, 16)):
+        told = {"ha": report("ha", "wandb.errors.CommError", "timed out", rank=rank, step=5)}
+        ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=5, min_nodes=4), number)
+        found.append((verdict.decision.response.value, verdict.decision.exit_code))
+    assert found == [("restart", None), ("restart", None), ("stop", 75)]
 
 
 @pytest.mark.parametrize(
@@ -660,7 +669,7 @@ def test_a_rank_that_failed_elsewhere_costs_no_node():
     """Rank 0 alternates between two nodes, and each time it gets to another step."""
     ledger = Ledger()
     for number, (host, step) in enumerate((("ha", 16), ("hb", 13), ("ha", 14))):
-        told = {"a": report(host, "RuntimeError", "the queue is empty", rank=0, step=step, resumed_at=0)}
+        told = {"a": report(host, "my.QueueEmpty", "the queue is empty", rank=0, step=step, resumed_at=0)}
         ledger, verdict = judge(told, ledger, Circumstances(NO_LIMIT, nodes=5, min_nodes=4), number)
     assert verdict.decision.response is Response.RESTART
 

@@ -67,7 +67,7 @@ UNMOVED = replace(SAME_HERE, moved=False)
         (KEY, (SAME_HERE,), (3, 2), "stop", "code", "repeated", 65),  # a script raises it wherever it runs
         (of("FileNotFoundError"), (SAME_HERE,), (3, 2), "stop", "code", "repeated", 65),
         (of("RuntimeError", "size mismatch"), (SAME_HERE,), (3, 2), "stop", "code", "repeated", 65),
-        (MAKE, (), None, "confirm", "code", "command", None),
+        (MAKE, (), None, "confirm", "code", "arguments", None),
         (MAKE, (SAME_HERE,), (3, 2), "stop", "code", "repeated", 65),
         (ILLEGAL, (SAME_HERE,), (3, 2), "replace_node", "code", "same-node", 69),
         (SEGV, (SAME_THERE,), None, "stop", "code", "repeated", 65),
@@ -80,9 +80,9 @@ UNMOVED = replace(SAME_HERE, moved=False)
         # progress not known: one try more
         (KEY, (Precedent(True, None, "n2"),), None, "confirm", "code", "arguments", None),
         (KEY, (Precedent(True, None, "n2"),) * 2, None, "stop", "code", "repeated", 65),
-        (of("KeyError", first_step_done=False), (), None, "stop", "code", "arguments-at-start", 65),
-        (of("KeyError", first_step_done=False), (OTHER,), None, "stop", "code", "arguments-at-start", 65),
-        (of("KeyError", first_step_done=False), (TRAINED,), None, "confirm", "code", "arguments-at-start", None),
+        (of("KeyError", first_step_done=False), (), None, "stop", "code", "code-at-start", 65),
+        (of("KeyError", first_step_done=False), (OTHER,), None, "stop", "code", "code-at-start", 65),
+        (of("KeyError", first_step_done=False), (TRAINED,), None, "confirm", "code", "code-at-start", None),
         (of("KeyError", first_step_done=False), (TRAINED, SAME_THERE), None, "stop", "code", "repeated", 65),
         (of("KeyError", first_step_done=False), (TRAINED, SAME_HERE), (5, 4), "replace_node", "code", "same-node", 69),
         (of("KeyError", first_step_done=False), (TRAINED, SAME_HERE), (3, 2), "stop", "code", "repeated", 65),  # by chance
@@ -135,7 +135,7 @@ UNMOVED = replace(SAME_HERE, moved=False)
         (of(exit_code=75), (Precedent(False, False, "n2"),) * 9, None, "restart_free", "preemption", "try-again", None),
         (of(agent_signal="SIGTERM"), (SAME_THERE,) * 9, None, "requeue", "preemption", "agent-terminated", 75),
         # one that asks for another try after it has logged a bug gets one
-        (of("KeyError", exit_code=75, first_step_done=False), (), None, "confirm", "code", "arguments-at-start", None),
+        (of("KeyError", exit_code=75, first_step_done=False), (), None, "confirm", "code", "code-at-start", None),
         (of("KeyError", exit_code=75, first_step_done=False), (SAME_THERE,), None, "stop", "code", "repeated", 65),
         (of("KeyboardInterrupt", exit_code=75), (), None, "stop", "user_stop", "keyboard-interrupt", 130),
         # as the user's own rule says, and no lost node
@@ -176,7 +176,7 @@ UNMOVED = replace(SAME_HERE, moved=False)
             (3, 2),
             "restart",
             "storage",
-            "checkpoint-checksum",
+            "checkpoint-broken",
             None,
         ),
         (of(xids=(79,)), (), (3, 2), "replace_node", "hardware", "xid-replace", 69),
@@ -254,7 +254,7 @@ UNMOVED = replace(SAME_HERE, moved=False)
         # decided by the table
         (of("NameError"), (), None, "stop", "code", "code-always", 65),
         (of(agent_signal="SIGTERM"), (), None, "requeue", "preemption", "agent-terminated", 75),
-        (of(agent_signal="SIGINT"), (), None, "stop", "user_stop", "agent-interrupted", 130),
+        (of(agent_signal="SIGINT"), (), None, "stop", "user_stop", "cancelled", 130),
         (of("RendezvousTimeoutError"), (), None, "requeue", "network", "not-enough-nodes", 75),
     ],
 )
@@ -301,7 +301,7 @@ DECIDED_BY = {
     "asks-again": [
         (of("NameError", exit_code=75), (), NODES_UNKNOWN),
         (of("NameError", exit_code=75, first_step_done=False), (), Nodes(1, 1)),
-        (of("SyntaxError", exit_code=75), (SAME_HERE,), EIGHT),
+        (of("ModuleNotFoundError", exit_code=75), (SAME_HERE,), EIGHT),
     ],
     "not-everywhere": [(TYPO, (), EIGHT), (MISSING, (OTHER,), Nodes(2, 2)), (MISSING_MODULE, (SAME_HERE,), Nodes(3, 2))],
     "no-majority-again": [
@@ -441,14 +441,14 @@ def test_printed_words_cost_no_node(evidence, first_step_done):
         assert decided.response.value in ("confirm", "restart", "stop")
 
 
-@pytest.mark.parametrize(("weight", "exit_code"), [(Weight.CLASS, 75), (Weight.LAST_WORDS, 75), (Weight.PRINTED, 1)])
+@pytest.mark.parametrize(("weight", "exit_code"), [(Weight.CLASS, 75), (Weight.ABORT_LINES, 75), (Weight.PRINTED, 1)])
 def test_last_words_of_peers_end_with_75(weight, exit_code):
     decided = decide(replace(PEERS_LATER, weight=weight), history=(SAME_HERE,) * 2, nodes=EIGHT)
     assert (decided.rule, decided.exit_code) == ("ceiling", exit_code)
 
 
 @pytest.mark.parametrize("type_", ["ConnectionError", "requests.exceptions.ConnectionError", "botocore.exceptions.ClientError"])
-@pytest.mark.parametrize(("weight", "exit_code"), [(Weight.MESSAGE, 75), (Weight.LAST_WORDS, 1), (Weight.PRINTED, 1)])
+@pytest.mark.parametrize(("weight", "exit_code"), [(Weight.MESSAGE, 75), (Weight.ABORT_LINES, 1), (Weight.PRINTED, 1)])
 def test_an_outage_ends_with_75_if_certain(type_, weight, exit_code):
     decided = decide(replace(of(type_), weight=weight), history=(SAME_THERE,) * 2, nodes=EIGHT)
     assert (decided.rule, decided.exit_code) == ("ceiling", exit_code)
@@ -487,7 +487,7 @@ def test_a_job_without_known_progress_ends(evidence, past, decisions):
         (of(hang=True, hang_blame=(1, 0)), (3, 2), True),
         (of(hang=True, hang_blame=(2, 0)), (3, 2), True),
         (NETWORK, (3, 2), True),  # rank 0 logs to a server, and saves: it meets their outages, wherever it is
-        (of("RuntimeError", "the queue is empty"), (3, 2), True),
+        (of("my.QueueEmpty", "the queue is empty"), (3, 2), True),
         (of(exit_code=1), (3, 2), True),
         (of(signal="SIGKILL"), (3, 2), True),
         (SILENT, (3, 2), True),
@@ -573,9 +573,9 @@ WARM = {"warm": True, "first_step_done": False}
     [
         (of("SyntaxError", **WARM), 0, "confirm", "warm-start", True),
         (of("KeyError", **WARM), 0, "confirm", "warm-start", True),
-        (of("KeyError", **{**WARM, "warm": False}), 0, "stop", "arguments-at-start", False),
+        (of("KeyError", **{**WARM, "warm": False}), 0, "stop", "code-at-start", False),
         (of("KeyError", **{**WARM, "first_step_done": True}), 0, "confirm", "arguments", False),
-        (of("KeyError", **WARM), 3, "stop", "arguments-at-start", False),  # no restart is left
+        (of("KeyError", **WARM), 3, "stop", "code-at-start", False),  # no restart is left
         (of(signal="SIGSEGV", **WARM), 0, "confirm", "crash", True),
         (of(exit_code=1, **WARM), 0, "restart", "no-evidence", True),
         (of(hang=True, **WARM), 0, "restart", "hang", True),

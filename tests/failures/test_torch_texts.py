@@ -45,13 +45,14 @@ def said(wording: Wording, inside: str = REMOTE) -> str:
 def shown(wording: Wording, text: str) -> list[Evidence]:
     """The ends of a worker that show this text of a wording."""
     noise = "step 41\nWARNING retrying: HTTP Error 429\n"
+    line = text if "[TC]" in text else f"[rank1]:{GLOG}{text}"  # of torch's log
     if wording.how is How.ABORT:
         return [
-            Evidence(1, signal="SIGABRT", stderr_tail=f"{noise}{text}\n"),
-            Evidence(1, exit_code=134, stderr_tail=f"{text}\n"),
+            Evidence(1, signal="SIGABRT", stderr_tail=f"{noise}{line}\n"),
+            Evidence(1, exit_code=134, stderr_tail=f"{line}\n"),
         ]
     if wording.how is How.LOG:
-        return [Evidence(1, signal="SIGABRT", stderr_tail=f"{noise}{text}\n{ENDS}")]
+        return [Evidence(1, signal="SIGABRT", stderr_tail=f"{noise}{line}\n{ENDS}")]
     type_ = "RuntimeError" if wording.how is How.RAISE else "torch.distributed.DistBackendError"
     printed = f'{noise}Traceback (most recent call last):\n  File "train.py", line 9, in step\n    x()\n{type_}: {text}\n'
     return [Evidence(1, exit_code=1, exception=RaisedException(type_, text)), Evidence(1, exit_code=1, stderr_tail=printed)]
@@ -168,7 +169,7 @@ def test_a_backends_line_says_why_its_operation_failed(line, rule, more):
 )
 def test_what_torch_logs_and_survives_makes_no_victim(printed):
     """As `destroy_process_group()` at the end of a script that has failed."""
-    assert classify(raised("the batch is empty", stderr_tail=printed)).rule == "no-evidence"
+    assert classify(raised("the batch is empty", stderr_tail=printed)).rule == "runtime-error"
     assert classify(raised("the batch is empty", "ValueError", stderr_tail=printed)).rule == "arguments"
 
 

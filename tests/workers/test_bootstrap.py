@@ -275,6 +275,15 @@ FAILS = "def step(x):\n    raise KeyError(x)\n\nstep('lr')\n"
 
 
 @pytest.mark.seam
+def test_a_frame_shows_whose_file_it_is(tmp_path: Path, worker: Worker) -> None:
+    """By its bare name an installed file could be one of the script's."""
+    run_text(tmp_path, "import yaml\nyaml.safe_load(3)\n", worker.environ)
+    frames = worker.error["elastic_ext"]["frames"]
+    assert frames[0] == "script.py:2 in <module>"
+    assert frames[1].startswith(".../site-packages/yaml/__init__.py:")
+
+
+@pytest.mark.seam
 def test_the_error_file_says_what_left_the_script(tmp_path: Path, worker: Worker) -> None:
     before = time.monotonic_ns()
     code, out, err = run_text(tmp_path, FAILS, worker.environ)

@@ -3,7 +3,7 @@
 The file is one JSON object. "message" holds what torch's @record writes, "elastic_ext" holds our account:
 
     type, message     type and message of the exception, truncated
-    frames            ["file.py:line in function", ...], outermost first, truncated
+    frames            ["file.py:line in function", ...], outermost first, truncated; ".../site-packages/a/b.py" if installed
     bases             ["type", ...] of its base classes below Exception, nearest first, truncated
     errno             of an OSError; null for any other
     causes            ["type: message", ...] of the exceptions that Python shows above it, nearest first, truncated
@@ -56,7 +56,7 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
     refusal = runpy_refusal(error)
     kind, message = refusal or (_type_name(type(error)), text_of(error))
     steps = traceback.walk_tb(None if refusal else trace)
-    frames = [f"{os.path.basename(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}" for frame, line in steps]
+    frames = [f"{_file_name(frame.f_code.co_filename)}:{line} in {frame.f_code.co_name}" for frame, line in steps]
     account = {
         **_account(error, kind, message, MESSAGE_CHARACTERS),
         "frames": frames if len(frames) <= FIRST_FRAMES + LAST_FRAMES else frames[:FIRST_FRAMES] + frames[-LAST_FRAMES:],
@@ -84,6 +84,12 @@ def write(path: str, error: BaseException, trace: "TracebackType | None", first_
         data = {"message": {"message": short, "extraInfo": extra}}
     replace(path, json.dumps({**data, "elastic_ext": account}))
     return True
+
+
+def _file_name(path: str) -> str:
+    """Return the name of a script's file; of an installed one the path from site-packages on, which shows whose it is."""
+    found = max(path.rfind("/site-packages/"), path.rfind("/dist-packages/"))
+    return f"...{path[found:]}" if found >= 0 else os.path.basename(path)
 
 
 def _present(path: str) -> "bytes | None":

@@ -72,7 +72,7 @@ KINDS: dict[str, Kind] = {
         f"pause {role}": Kind(_PAUSE, charges=role == "worker", may_leave=True, needs=needs, harmless=role in _HELPERS)
         for role, needs in _ROLES_NEED.items()
     },
-    "terminate worker": Kind(charges=1, may_leave=True, rule="terminated"),
+    "terminate worker": Kind(charges=1, may_leave=True, rule="killed"),
     "terminate agent": Kind(may_leave=True),
     "kill host": Kind(_AWAY, may_leave=True),
     "lose host": Kind(may_leave=True, needs=("spare",)),

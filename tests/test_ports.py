@@ -17,7 +17,7 @@ TAKES_300 = f"""
 import signal
 from tests import ports
 ports.LOWEST, ports.HIGHEST = {FIRST}, {LAST}
-print("has", *(ports.free_port() for _ in range(300)), flush=True)
+print(f"has {{' '.join(str(ports.free_port()) for _ in range(300))}} in all", flush=True)
 signal.pause()
 """
 
@@ -34,7 +34,7 @@ def test_two_processes_share_no_port(monkeypatch):
     monkeypatch.setattr(ports, "LOWEST", FIRST)
     monkeypatch.setattr(ports, "HIGHEST", LAST)
     with Job([sys.executable, "-c", TAKES_300], ROOT) as job:
-        (theirs,) = job.wait_for(r"has ([\d ]+)\n")
+        (theirs,) = job.wait_for(r"has ([\d ]+) in all")  # an unbuffered line comes in pieces
         ours = {ports.free_port() for _ in range(200)}
         assert len(ours | set(map(int, theirs[1].split()))) == 500
 

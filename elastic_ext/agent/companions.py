@@ -109,8 +109,8 @@ class TrainJobReports(Companion):
         """Return the status to post now; None if this agent has nothing to post. Any thread may call this."""
         with self._lock:
             now = self._read()
-            self._last = now or self._last
-            self._gauges = self._read_gauges() or self._gauges  # none between two rounds, nor before the script sets them
+            if now is not None:  # before the first step of a round, `_last` and `_gauges` are both those of the round before
+                self._last, self._gauges = now, self._read_gauges() or self._gauges
             trains = now is not None and self._workers is not None and not self._workers.processes.stopped
             state = TrainJobState.DONE if self._done else TrainJobState.TRAINING if trains else TrainJobState.STOPPED
             return body_of(self._last, state, time.time(), self._gauges) if self._last is not None else None

@@ -268,6 +268,8 @@ class HistoryRow:
         before, said = facts.answer, f"{facts.answer.reason}; {self.words.format(f=facts)}"
         if self.response is Response.REPLACE_NODE and not facts.nodes.one_may_leave:
             return replace(facts, answer=replace(before, reason=f"{said}, but the job cannot run without it"))
+        if self.response is Response.REPLACE_NODE:
+            said += f"; {facts.evidence.node} leaves"
         kind = CODE if self.bug and before.kind not in _KIND_STAYS else before.kind
         code = before.exit_code if self.exit_code is None else self.exit_code
         return replace(facts, answer=Outcome(self.response, kind, said, self.rule or before.rule, code))

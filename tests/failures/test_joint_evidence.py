@@ -106,7 +106,7 @@ def test_the_first_hang_names_a_pair_only():
     assert (second.decision.response, second.node, second.host, second.rank) == (Response.REPLACE_NODE, "c", "host-c", 4)
     assert second.for_node("c", "design").exit_code == 69
     assert second.for_node("b", "design").exit_code is None
-    assert second.decision.reason.endswith("; host-c was cut off like this before")
+    assert second.decision.reason.endswith("; host-c was cut off like this before; host-c leaves")
 
 
 ENOUGH = dataclasses.replace(RULES, max_restarts=99)

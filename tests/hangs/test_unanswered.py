@@ -359,6 +359,6 @@ def test_a_host_missed_over_nccl_leaves_second_time(tmp_path, backend):
     assert [each.returncode for each in done] == [0, 69, 0], "\n---\n".join(each.err for each in done)
     for each in done:
         assert re.search(r"restart: .*rank 0 on h0 gets no answer from h1\b.* \(10.213.2.2\).*restart 1 of 3", each.err), each.err
-        assert re.search(r"rank \d on h2 gets no answer from h1\b.*; h1 was cut off like this before, .*; h1 leaves", each.err), (
+        assert re.search(r"rank \d on h2 gets no answer from h1\b.*; h1 was cut off like this before; h1 leaves", each.err), (
             each.err
         )

@@ -1,7 +1,7 @@
 """Trains and saves; what a TrainJob's status is made of.
 
 status_job.py DIR TOTAL     $KILL=RANK:STEP: that rank is killed once, before its step STEP.
-                            $AGAIN: wait there before the first step after a restart; $GATE: after the last step
+                            $AGAIN: wait there in the first step after a restart, when its loss is set; $GATE: after the last step
 """
 
 import fcntl
@@ -29,14 +29,17 @@ def wait_at(name: str) -> None:
             fcntl.flock(gate, fcntl.LOCK_SH)  # the test holds it
 
 
-if attempt:
-    wait_at("AGAIN")
-for step in range((elastic_ext.resume_step() or 0) + 1, total + 1):
+first = (elastic_ext.resume_step() or 0) + 1
+for step in range(first, total + 1):
     if attempt == 0 and os.environ.get("KILL") == f"{rank}:{step}":
         os.kill(os.getpid(), signal.SIGKILL)
     weight.grad = torch.ones(1)
     dist.all_reduce(weight.grad)
     loss.set(1 / step if rank == 0 else 7)
+    if attempt and step == first:
+        sys.stdout.write(f"again {rank}\n")
+        sys.stdout.flush()
+        wait_at("AGAIN")
     optimizer.step()
     if rank == 0 and step % 5 == 0:
         torch.save({"step": step}, f"{folder}/new")

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from elastic_ext.base import goodput, torch_names
 from elastic_ext.base.diagnosis import Weight
+from elastic_ext.base.errors import EX_CODE, EX_CONFIG, EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_names import PrivateNames
 from elastic_ext.failures import policy
@@ -32,13 +33,13 @@ TIERS = ("your own", "stop requested", "hardware", "program output", "exit code 
 
 EXIT_CODES = {
     0: "the job is done",
-    policy.EX_FAILED: "the budget is spent, or nothing is known about the failure",
-    policy.EX_CODE: "a bug in the code or the data: do not retry",
-    policy.EX_NODE: "this node is bad, or was asked to leave (`elastic-ext drain`): replace it",
-    policy.EX_TRY_AGAIN: "preempted, or the infrastructure failed: try again; or training is done, but the last checkpoint is "
+    EX_FAILED: "the budget is spent, or nothing is known about the failure",
+    EX_CODE: "a bug in the code or the data: do not retry",
+    EX_NODE: "this node is bad, or was asked to leave (`elastic-ext drain`): replace it",
+    EX_TRY_AGAIN: "preempted, or the infrastructure failed: try again; or training is done, but the last checkpoint is "
     "only in this node's `local_dir`",
-    policy.EX_CONFIG: "wrong usage or configuration: nothing was started, or this node cannot take part (`stock`: then 1)",
-    policy.EX_USER: "stopped by the user",
+    EX_CONFIG: "wrong usage or configuration: nothing was started, or this node cannot take part (`stock`: then 1)",
+    EX_USER: "stopped by the user",
 }
 
 
@@ -68,7 +69,7 @@ def exit_codes() -> str:
     rows = []
     for code, what in EXIT_CODES.items():
         # Wrong usage is found before a preset is known.
-        shown = [str(code if code in (0, policy.EX_CONFIG) else policy.exit_code_for(code, preset)) for preset in presets]
+        shown = [str(code if code in (0, EX_CONFIG) else policy.exit_code_for(code, preset)) for preset in presets]
         rows.append((*shown, what))
     return table((*(f"`{preset}`" for preset in presets), "meaning"), rows)
 

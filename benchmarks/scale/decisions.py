@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from elastic_ext.base.diagnosis import Response
+from elastic_ext.base.errors import EX_CODE, EX_TRY_AGAIN
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import Diagnosis, classify
 from elastic_ext.failures.evidence import WAITS, Evidence, RaisedException
 from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.judgement import Circumstances, Lost, judge
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
-from elastic_ext.failures.policy import EX_CODE, EX_TRY_AGAIN, NO_LIMIT, Backoff
+from elastic_ext.failures.policy import NO_LIMIT, Backoff
 from elastic_ext.hangs.detector import START_FLOOR_S
 from scale.causes import CAUSES, Cause, Look, Shows, Truth, truth_of
 from scale.inputs import Mix

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.diagnosis import Response
-from elastic_ext.failures.policy import EX_CODE, EX_TRY_AGAIN, NO_LIMIT
+from elastic_ext.base.errors import EX_CODE, EX_TRY_AGAIN
+from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.failures.rules import XIDS_REPLACE
 from elastic_ext.planning.advice import DETECTION
 from scale import sides

@@ -31,7 +31,8 @@ from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from elastic_ext.agent import exits, plugin
 from elastic_ext.base import errors, log_records, torch_private
-from elastic_ext.failures.policy import EX_USER, NO_LIMIT
+from elastic_ext.base.errors import EX_USER
+from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.workers import limits
 
 BACKEND = "ext_c10d"

@@ -29,7 +29,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
 from elastic_ext.base import errors, files, log_records, printable, threads
-from elastic_ext.failures.policy import EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER, exit_code_for
+from elastic_ext.base.errors import EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER
+from elastic_ext.failures.policy import exit_code_for
 
 logger = logging.getLogger(__name__)
 

@@ -110,7 +110,8 @@ def _exits_to_try_again(settings: Settings, *failures: type[Exception]) -> Itera
     try:
         yield
     except failures as error:
-        from elastic_ext.failures.policy import EX_TRY_AGAIN, exit_code_for
+        from elastic_ext.base.errors import EX_TRY_AGAIN
+        from elastic_ext.failures.policy import exit_code_for
 
         log_records.say(f"elastic_ext: {error}")
         raise SystemExit(exit_code_for(EX_TRY_AGAIN, settings.exit_codes)) from error

@@ -16,7 +16,17 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 
 from elastic_ext.agent import companion, exits, launch
 from elastic_ext.base import diagnosis
-from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, StorageAway
+from elastic_ext.base.errors import (
+    EX_CODE,
+    EX_CONFIG,
+    EX_FAILED,
+    EX_NODE,
+    EX_TRY_AGAIN,
+    BadCheckpoints,
+    NodeDrained,
+    NodeUnfit,
+    StorageAway,
+)
 from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
@@ -330,7 +340,7 @@ class Verdicts:
     def of_checkpoints(self, error: BadCheckpoints | StorageAway) -> JobVerdict:
         """Return a stop: all checkpoints are bad, or unknown as their storage is away. From nothing, the work would be lost."""
         bad = isinstance(error, BadCheckpoints)
-        code, rule = (policy.EX_CODE, "no-checkpoint-left") if bad else (policy.EX_TRY_AGAIN, "storage-away")
+        code, rule = (EX_CODE, "no-checkpoint-left") if bad else (EX_TRY_AGAIN, "storage-away")
         return self._node_stop(diagnosis.STORAGE, str(error), code, rule)
 
     def of_this_host(self, error: NodeUnfit | OSError) -> JobVerdict:
@@ -338,24 +348,22 @@ class Verdicts:
         if isinstance(error, NodeUnfit):
             if error.by_settings:  # so on every node: this host may come back
                 reason = f"{error}: a directory or a setting is wrong, see what it printed"
-                return self._node_stop(diagnosis.UNKNOWN, reason, policy.EX_CONFIG, "node-check")
-            return self._node_stop(diagnosis.HARDWARE, str(error), policy.EX_NODE, "node-check")
+                return self._node_stop(diagnosis.UNKNOWN, reason, EX_CONFIG, "node-check")
+            return self._node_stop(diagnosis.HARDWARE, str(error), EX_NODE, "node-check")
         reason = f"this host lacks what the next round needs: {error}"
-        return self._node_stop(diagnosis.UNKNOWN, reason, policy.EX_TRY_AGAIN, "host-exhausted")
+        return self._node_stop(diagnosis.UNKNOWN, reason, EX_TRY_AGAIN, "host-exhausted")
 
     def kernel_sleep(self) -> JobVerdict:
         """Return a stop because a worker has slept in the kernel for too long."""
         reason = "a worker slept in the kernel for longer than the limit; this host may need a reboot"
-        return self._node_stop(diagnosis.HARDWARE, reason, policy.EX_NODE, "kernel-sleep")
+        return self._node_stop(diagnosis.HARDWARE, reason, EX_NODE, "kernel-sleep")
 
     def of_agent(self, error: BaseException) -> JobVerdict:
         """Return a stop because this agent has failed. The others get its exit code: only this agent knows why the job ended."""
         code = error.code if isinstance(error, SystemExit) else None
         cause = error.__cause__ or error
         reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", MAX_TEXT)
-        return self._node_stop(
-            diagnosis.UNKNOWN, reason, policy.EX_CONFIG if code == policy.EX_CONFIG else policy.EX_FAILED, "agent"
-        )
+        return self._node_stop(diagnosis.UNKNOWN, reason, EX_CONFIG if code == EX_CONFIG else EX_FAILED, "agent")
 
     def _node_stop(self, kind: diagnosis.Kind, reason: str, code: int, rule: str) -> JobVerdict:
         """Return a stop of this node alone. code: the exit code of the preset "design"."""
@@ -382,7 +390,7 @@ class Verdicts:
     def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:
         """Stop although training is done: these checkpoints are on this node only. A new agent on this node would copy them."""
         reason = f"training is done, but {', '.join(left)} could not be copied to checkpoint_dir and is on this node only"
-        verdict = self._node_stop(diagnosis.STORAGE, reason, policy.EX_TRY_AGAIN, "not-copied")
+        verdict = self._node_stop(diagnosis.STORAGE, reason, EX_TRY_AGAIN, "not-copied")
         logger.error("elastic_ext: %s; exit code %s", printable(reason), verdict.decision.exit_code)
         return self.stop(verdict, verdict.decision, remote_failure(verdict))
 
@@ -391,7 +399,7 @@ class Verdicts:
         if not isinstance(error, NodeDrained):
             self._publish_signal(error, host)
             return
-        verdict = self._node_stop(diagnosis.PREEMPTION, str(error), policy.EX_NODE, "drained")
+        verdict = self._node_stop(diagnosis.PREEMPTION, str(error), EX_NODE, "drained")
         code = self._publish(verdict, verdict.decision)
         logger.warning("elastic_ext: %s; exit code %s", error, code)  # in place of a traceback
 
@@ -408,7 +416,7 @@ class Verdicts:
 
     def _publish(self, verdict: JobVerdict, decision: Decision) -> int:
         """Write the verdict where schedulers look; return the exit code."""
-        code = decision.exit_code or policy.EX_FAILED  # never 0: the job has not finished
+        code = decision.exit_code or EX_FAILED  # never 0: the job has not finished
         self._handler.closing = for_others(verdict, self._settings.exit_codes)
         exits.job.verdict_code = code
         exits.publish(json.loads(encode_verdict(replace(verdict, decision=decision))), self._settings.verdict_file)
@@ -422,8 +430,8 @@ def for_others(verdict: JobVerdict, preset: str) -> JobVerdict:
 
     Where only the host of this node is to be replaced, they are to be started again. Then the job's ledger is kept.
     """
-    again = policy.exit_code_for(policy.EX_TRY_AGAIN, preset)
-    ill = policy.exit_code_for(policy.EX_NODE, preset)
+    again = policy.exit_code_for(EX_TRY_AGAIN, preset)
+    ill = policy.exit_code_for(EX_NODE, preset)
     if verdict.decision.response is not None or verdict.decision.exit_code not in (again, ill):
         return verdict
     return replace(verdict, decision=replace(verdict.decision, exit_code=again, response=diagnosis.Response.REQUEUE))

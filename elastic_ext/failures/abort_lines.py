@@ -81,14 +81,15 @@ def _written(plain: list[str]) -> list[int]:
     found: list[int] = []
     thrown = 0  # how many more lines belong to an exception of C++
     inside = False  # whether the line before belongs to a writer
+    before = ""  # that line
     for number, whole in enumerate(plain):
         line = _without_prefixes(whole)
         may = line[:1] in _FIRST or "assertion" in line or "nccl warn" in line
         written = may and _WRITTEN.match(line) is not None
         if written and line.startswith(("terminate called", "libc++abi")):
             thrown = MAX_THROWN
-        goes_on = inside and (thrown > 0 or line.startswith(_GOES_ON) or plain[number - 1].startswith(_GOES_ON))
-        inside = bool(line.strip()) and (written or goes_on)
+        goes_on = inside and (thrown > 0 or line.startswith(_GOES_ON) or before.startswith(_GOES_ON))
+        inside, before = bool(line.strip()) and (written or goes_on), line
         thrown = thrown - 1 if inside else 0
         if inside:
             found.append(number)

@@ -54,7 +54,7 @@ from elastic_ext.failures.servers import CLIENT_ERRORS, CLIENTS, answers
 from elastic_ext.failures.tracebacks import ended_with, last_exception
 from elastic_ext.failures.user_rules import UserRule
 
-MAX_TEXT = 64 * 1024  # characters that are searched: the message and the end of stderr together
+MAX_TEXT = 64 * 1024  # characters of the end of stderr that are searched
 MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched
 MAX_SHOWN = 300  # characters of a message in a reason
 _LAST_ERROR = re.compile("Last error:\n|NCCL Last Error: ")  # before NCCL's own words
@@ -119,15 +119,17 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
     """Return the meaning of one worker's failure. Never raises; takes some ten milliseconds."""
     # A script that leaves by sys.exit("text") has printed the error before.
     recorded = evidence.exception is not None and evidence.exception.type != "SystemExit"
-    evidence = _completed(_with_signal(evidence))
-    match = _first_match(evidence, recorded, user_rules)
+    tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
+    evidence = _completed(_with_signal(evidence), tail)
+    printed = _view(evidence, Weight.PRINTED, tail)
+    match = _first_match(evidence, printed, recorded, user_rules)
     only_words = match.weight is Weight.PRINTED and match.rule.tier == PROGRAM_OUTPUT
     because = f"as far as words say, {match.rule.because}" if only_words else match.rule.because
     return Diagnosis(
         match.kind,
         match.response,
         match.rule.name,
-        f"{describe(evidence)}: {because}{_annotation(evidence, match.rule.name)}",
+        f"{describe(evidence)}: {because}{_annotation(printed, match.rule.name)}",
         _fingerprint(evidence, match.rule.name),
         evidence,
         match.rule.tier,
@@ -167,19 +169,18 @@ class Match:
         return NETWORK if alone else self.rule.kind
 
 
-def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRule]) -> Match:
+def _first_match(evidence: Evidence, printed: EvidenceView, recorded: bool, user_rules: Iterable[UserRule]) -> Match:
     """Search the evidence from the strongest to the weakest.
 
-    recorded: the script's exception is known for sure, rather than found on stderr.
+    printed: what the script has printed. recorded: its exception is known for sure, rather than found on stderr.
     """
     exception = evidence.exception
     message = _ends(exception.message) if exception else ""
-    printed = evidence.stderr_tail[len(message) - MAX_TEXT :]
-    tail = _of_script(printed)
-    all_of_it = _view(evidence, Weight.PLATFORM, message, tail)
+    all_of_it = _view(evidence, Weight.PLATFORM, message, printed.text.original)
     if found := _first(all_of_it, STOP_REQUESTED):
         return found
-    for_users = replace(_view(evidence, Weight.PLATFORM, message, printed), exception_names=exception_names(exception))
+    for_users = _view(evidence, Weight.PLATFORM, message, evidence.stderr_tail[-MAX_TEXT:])
+    for_users = replace(for_users, exception_names=exception_names(exception))
     if asked := next((rule for rule in user_rules if rule.matches(for_users)), None):
         return Match(asked, Weight.PLATFORM)
     if found := _first(all_of_it, HARDWARE_EVIDENCE):
@@ -188,7 +189,7 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
     says_little = raised is None or raised.rule.name == BUG_MAYBE or raised.weight is Weight.PRINTED
     if raised and not says_little and raised.response is not Response.FOLLOW:
         return raised
-    words = _of_abort_lines(evidence, tail)
+    words = _of_abort_lines(evidence, printed.text.original)
     # A failure of the backend comes first: the exception that follows may only say that the operation has failed.
     if words and (raised is None or Response.FOLLOW in (raised.response, words.response)):
         return words
@@ -198,7 +199,7 @@ def _first_match(evidence: Evidence, recorded: bool, user_rules: Iterable[UserRu
     if found is None or found.rule.name != NO_EVIDENCE:
         return found or Match(RULES[-1], Weight.PRINTED)
     if exception is None or exception.type == "SystemExit":
-        return _first(_view(evidence, Weight.PRINTED, tail), PROGRAM_OUTPUT) or found
+        return _first(printed, PROGRAM_OUTPUT) or found
     return replace(found, weight=Weight.CLASS)  # a class that no rule knows is more than a bare exit code
 
 
@@ -270,8 +271,8 @@ def _of_abort_lines(evidence: Evidence, tail: str) -> Match | None:
 def _chain(exception: RaisedException) -> list[RaisedException | Wrapped]:
     """Return the exception, what it was raised from, and the one that its message holds.
 
-    A DataLoader's message ends with a traceback; a compiler's, which is raised "from None", with "OSError: [Errno 16] ...". Any
-    other message may quote whatever the script has read.
+    A DataLoader's message ends with a traceback; a compiler's, which is raised "from None", with "OSError: [Errno 16] ...". Other
+    messages may quote anything, so an exception in them does not count.
     """
     carries = _bare(exception.type) in _CARRIERS or exception.type.startswith(_COMPILERS) or _CAUGHT.match(exception.message)
     if not carries:
@@ -304,11 +305,13 @@ def _with_signal(evidence: Evidence) -> Evidence:
     return evidence
 
 
-def _completed(evidence: Evidence) -> Evidence:
-    """Add the exception if only stderr shows it: the script has survived what it printed before its last lines."""
+def _completed(evidence: Evidence, tail: str) -> Evidence:
+    """Add the exception if only stderr shows it: the script has survived what it printed before its last lines.
+
+    tail: what the script has printed.
+    """
     exception = evidence.exception
     if (exception is None or not exception.wrapped) and (worker_signal(evidence) or evidence.exit_code) in _RAISED:
-        tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
         left = exception is None or (exception.type == "SystemExit" and exception.message.isdecimal())  # as hydra leaves
         if left and (found := ended_with(tail)):
             evidence = replace(evidence, exception=found)
@@ -431,17 +434,16 @@ def ended_by(evidence: Evidence) -> str:
     return "an unknown exit code" if evidence.exit_code is None else f"exit code {evidence.exit_code}"
 
 
-def _annotation(evidence: Evidence, rule: str) -> str:
-    """Return facts that did not affect the decision but help the reader of the reason."""
-    notes = []
+def _annotation(printed: EvidenceView, rule: str) -> str:
+    """Return facts that did not affect the decision but help the reader of the reason. printed: what the script has printed."""
+    notes, evidence = [], printed.evidence
     if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
         notes.append(f"the driver also reported Xid {', '.join(map(str, seen))}")
     if evidence.gpu_recovery:
         notes.append(f"the driver recommends {', '.join(sorted(set(evidence.gpu_recovery)))}")
     if evidence.exception and (held := held_by_another_process(_ends(evidence.exception.message).lower())):
         notes.append(held)
-    if evidence.exception and rule in (NO_EVIDENCE, BUG_MAYBE):
-        tail = _of_script(evidence.stderr_tail[-MAX_TEXT:])
-        if tail and (printed := _first(_view(evidence, Weight.PRINTED, tail), PROGRAM_OUTPUT)):
-            notes.append(f"also on stderr: {printed.rule.because}")
+    shows_more = evidence.exception and printed.text.original and rule in (NO_EVIDENCE, BUG_MAYBE)
+    if shows_more and (said := _first(printed, PROGRAM_OUTPUT)):
+        notes.append(f"also on stderr: {said.rule.because}")
     return f" ({'; '.join(notes)})" if notes else ""

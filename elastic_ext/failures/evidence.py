@@ -291,13 +291,13 @@ class SearchText:
 
         of_library: a known library has written all of it, so that quotes and paths are part of what it says.
         """
-        self._original, self._of_library = text, of_library
+        self.original, self._of_library = text, of_library
         self.ascii = text.encode("ascii", "replace").lower().decode("ascii")
 
     @cached_property
     def lower(self) -> str:
         """The whole text in lower case, because a user's pattern may hold any letter."""
-        return self._original.lower()
+        return self.original.lower()
 
     @cached_property
     def words(self) -> str:

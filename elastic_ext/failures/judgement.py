@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.diagnosis import NETWORK, NUMERIC, Response, compared
+from elastic_ext.base.errors import EX_NODE, EX_TRY_AGAIN
 from elastic_ext.base.printable import beginnings
 from elastic_ext.base.printable import cut as shortened
 from elastic_ext.failures import joint_evidence as joint
@@ -125,7 +126,7 @@ def _bad(reports: Mapping[str, Report], cause: _Cause, decision: policy.Decision
 
     decision: with the exit code of the preset "design".
     """
-    if decision.response is not Response.STOP or decision.exit_code != policy.EX_NODE:
+    if decision.response is not Response.STOP or decision.exit_code != EX_NODE:
         return ()
     differ = tuple(id_ for id_, each in reports.items() if each.host in cause.diagnosis.evidence.differs)
     return differ or ((cause.node,) if cause.node else ())
@@ -149,7 +150,7 @@ def too_few_left(ledger: Ledger, circumstances: Circumstances, round_: int) -> t
     names = "; ".join(f"node {each.host} {each.how}" for each in lost[:MAX_NAMED])
     more = f" (and {len(lost) - MAX_NAMED} more)" if len(lost) > MAX_NAMED else ""
     left = f"{circumstances.nodes} of at least {circumstances.min_nodes} nodes are left, and no other one has come"
-    code = policy.exit_code_for(policy.EX_TRY_AGAIN, circumstances.exit_codes)
+    code = policy.exit_code_for(EX_TRY_AGAIN, circumstances.exit_codes)
     decision = policy.Decision(
         policy.Action.STOP, NETWORK, f"{names}{more}; {left} (rejoin_timeout)", code, TOO_FEW, response=Response.REQUEUE
     )

@@ -18,14 +18,14 @@ from typing import Annotated
 
 from elastic_ext.base import records
 from elastic_ext.base.diagnosis import NUMERIC, Collective, Response
-from elastic_ext.base.errors import ElasticExtError
+from elastic_ext.base.errors import EX_TRY_AGAIN, ElasticExtError
 from elastic_ext.base.printable import cut
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Within
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import TRAITS, Precedent, Traits
 from elastic_ext.failures.history import may_be_of_a_node, of_lost_node
 from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Hashed, Reach
-from elastic_ext.failures.policy import ACTIONS, EX_TRY_AGAIN, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
+from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,7 @@ from enum import Enum
 
 from elastic_ext.base import diagnosis as kinds
 from elastic_ext.base.diagnosis import CODE, HARDWARE, NETWORK, PREEMPTION, Kind, Response
-from elastic_ext.base.errors import EX_CODE as EX_CODE
-from elastic_ext.base.errors import EX_CONFIG as EX_CONFIG
-from elastic_ext.base.errors import EX_FAILED as EX_FAILED
-from elastic_ext.base.errors import EX_NODE as EX_NODE
-from elastic_ext.base.errors import EX_TRY_AGAIN as EX_TRY_AGAIN
-from elastic_ext.base.errors import EX_USER as EX_USER
+from elastic_ext.base.errors import EX_CODE, EX_CONFIG, EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER
 from elastic_ext.base.printable import counted
 from elastic_ext.base.records import Seconds, ZeroOrOne, stored_as
 from elastic_ext.failures import rules

@@ -635,4 +635,3 @@ TIER_4 = (
 RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)
 ELSEWHERE = frozenset(rule.name for rule in RULES if rule.response is Response.FOLLOW)  # the node that reports it lives
 PEERS = ELSEWHERE - {INTERFACE, "stopped-by-agent"}
-KNOWN = frozenset[str]().union(*(rule.exceptions | rule.of for rule in TIER_3))  # classes that a rule knows

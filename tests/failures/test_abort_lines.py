@@ -66,6 +66,8 @@ def test_what_was_thrown_has_several_lines():
         "[rank3]:[E ProcessGroupNCCL.cpp:9] [Rank 3] NCCL error: unhandled system error\nLast error:\nToo many open files"
     )
     assert abort_lines(f"{last_error}\nstep 2\n").libraries == last_error
+    of_rank = "\n".join(f"[rank3]: {line}" for line in last_error.split("\n"))
+    assert abort_lines(f"{of_rank}\nstep 2\n").libraries == of_rank
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from elastic_ext.base.errors import EX_CODE, EX_CONFIG, EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER
 from elastic_ext.failures import policy
 from tests.jobs import ROOT
 from tests.kubernetes.operators import (
@@ -104,8 +105,8 @@ def test_training_operator(restart_policy, code, retried):
 
 # Ours
 
-NO_MORE = {policy.EX_FAILED, policy.EX_CODE, policy.EX_CONFIG, policy.EX_USER}
-AGAIN = {policy.EX_NODE, policy.EX_TRY_AGAIN}
+NO_MORE = {EX_FAILED, EX_CODE, EX_CONFIG, EX_USER}
+AGAIN = {EX_NODE, EX_TRY_AGAIN}
 
 
 def specs() -> dict[str, tuple[Manifest, Manifest | None]]:
@@ -154,8 +155,8 @@ def test_one_incident_is_one_failure_per_pod():
     spec, failure_policy = specs()["trainer/runtime-2.2.yaml"]
     controller = JobController(spec)
     for _ in range(10):
-        assert [controller.failed(FailedPod(index, policy.EX_TRY_AGAIN)) for index in range(64)] == [None] * 64
-    reason = controller.failed(FailedPod(0, policy.EX_TRY_AGAIN))
+        assert [controller.failed(FailedPod(index, EX_TRY_AGAIN)) for index in range(64)] == [None] * 64
+    reason = controller.failed(FailedPod(0, EX_TRY_AGAIN))
     assert reason == "MaxFailedIndexesExceeded"
     assert JobSetController(failure_policy).failed(reason) is JobSetAction.RESTART
 

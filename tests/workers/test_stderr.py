@@ -478,6 +478,24 @@ def test_programs_without_bootstrap_leave_their_traceback(tmp_path, how):
     assert lines.count("KeyError: 'lr'") == 1
 
 
+@pytest.mark.seam
+@pytest.mark.full("a-bug")
+@pytest.mark.parametrize(
+    ("command", "starts", "code", "rule"),
+    [
+        pytest.param("echo no route; exit 1", 3, 1, "progress-unknown", id="unknown"),
+        pytest.param(f"exec {sys.executable} fails.py", 2, 65, "repeated", id="a-bug"),
+    ],
+)
+def test_a_command_that_fails_alike_ends(tmp_path, command, starts, code, rule):
+    """Nothing shows the progress of a command. So the same failure ends the job, however many restarts are left."""
+    (tmp_path / "fails.py").write_text(FAILS_AT_START)
+    options = ["--nproc-per-node=1", "--max-restarts=9", "--no-python", "sh", "-c", f"echo started; {command}"]
+    job = run([*EXT, *options], tmp_path, ELASTIC_EXT_VERDICT_FILE="verdict", ELASTIC_EXT_BACKOFF="0")
+    assert (job.out.count("started"), job.returncode) == (starts, code), job.all
+    assert json.loads((tmp_path / "verdict").read_text())["decision"]["rule"] == rule
+
+
 @pytest.mark.full
 def test_a_command_keeps_its_terminal(tmp_path):
     """On a terminal nothing stands between: colours and progress bars depend on it."""

@@ -1,5 +1,6 @@
-"""The vocabulary of a diagnosis: the kinds of failure, the responses of a rule, and the collectives in which the ranks of a
-job wait while it hangs, with the rank that is in another one than the rest. Pure, standard library only.
+"""The vocabulary of a diagnosis: the kinds of failure, the responses of a rule, and the collectives in which ranks wait.
+
+Of these, `compared` says which rank of a job that hangs is in another one than the rest. Pure, standard library only.
 
 A worker describes its own collective to its agent (`workers.bootstrap.recorder`), agents put them in their reports, and the
 judgement of the failure compares them.
@@ -53,8 +54,8 @@ class Response(Enum):
 class Weight(Enum):
     """Where the evidence of a diagnosis stands, from the strongest. It bounds the answer.
 
-    Invariant: a job ends (65) or a node leaves (69) only for what is `certain`. Words that anything may have printed choose
-    between answers that restart.
+    Invariant: a single failure ends a job (65) or costs a node (69) only where it is `certain`. Lines of an abort may confirm
+    what was seen before. What anything may have printed chooses between answers that restart.
     """
 
     PLATFORM = "platform"  # the platform, the kernel, a driver, our own probes, a signal, or an exit code that a rule declares

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from elastic_ext.failures.evidence import SearchText
 from elastic_ext.failures.torch_texts import LAST_ERROR, OWN_LINES
+from elastic_ext.failures.traceback_forms import HEADER
 
 MAX_THROWN = 8  # lines of what an exception of C++ says
 
@@ -65,6 +66,7 @@ class AbortLines:
     # Of these, the lines by which nccl2, and torch's watchdog in Python, say that they fail, and why. Other threads go on for up
     # to 15 s after the last of them, so nothing else that was printed says why.
     backend: str = ""
+    at_the_end: bool = False  # whether nothing but a traceback follows them, so that the process went no further
 
 
 def abort_lines(tail: str) -> AbortLines:
@@ -73,7 +75,12 @@ def abort_lines(tail: str) -> AbortLines:
     written = _written(plain)
     own = {number for number in written if any(all(part in plain[number] for part in parts) for parts in OWN_LINES)}
     own |= {number + 1 for number in own if LAST_ERROR in "".join(plain[number + 1 : number + 2])}
-    return AbortLines("\n".join(lines[number] for number in written), "\n".join(lines[number] for number in sorted(own)))
+    behind = next(filter(str.strip, plain[written[-1] + 1 :]), "") if written else ""
+    return AbortLines(
+        "\n".join(lines[number] for number in written),
+        "\n".join(lines[number] for number in sorted(own)),
+        bool(written) and (not behind or HEADER.lower() in behind),
+    )
 
 
 def _written(plain: list[str]) -> list[int]:

@@ -41,6 +41,8 @@ from elastic_ext.failures.rules import (
     HARDWARE_EVIDENCE,
     HARDWARE_EXIT,
     NO_EVIDENCE,
+    OUTAGE_ERRNOS,
+    OUTAGES,
     PROGRAM_OUTPUT,
     RERUN_CODES,
     RULES,
@@ -50,7 +52,7 @@ from elastic_ext.failures.rules import (
     Rule,
     held_by_another_process,
 )
-from elastic_ext.failures.servers import CLIENT_ERRORS, CLIENTS, answers
+from elastic_ext.failures.servers import CLIENT_ERRORS, CLIENTS, UNREACHABLE, answers
 from elastic_ext.failures.tracebacks import ended_with, last_exception
 from elastic_ext.failures.user_rules import UserRule
 
@@ -60,12 +62,13 @@ MAX_SHOWN = 300  # characters of a message in a reason
 _LAST_ERROR = re.compile("Last error:\n|NCCL Last Error: ")  # before NCCL's own words
 _ERRNO = re.compile(r"\[Errno (\d{1,4})\]")
 _NAMED = re.compile(r"^([A-Za-z_][\w.]{0,200}(?:Error|Exception)): (.{1,2000})", re.MULTILINE)
-# Exceptions whose message holds the one that a worker, a rank or a compiler has raised.
-_CARRIERS = frozenset({"ProcessRaisedException", "CheckpointException", "RayTaskError", "ActorDiedError"})
+# Exceptions whose message holds the one that another rank, a child or a compiler has raised.
+_FROM_ELSEWHERE = frozenset({"CheckpointException", "RayTaskError", "ActorDiedError"})
+_CARRIERS = _FROM_ELSEWHERE | {"ProcessRaisedException"}
 _COMPILERS = ("torch._dynamo.", "torch._inductor.", "triton.")
 _CAUGHT = re.compile(r"Caught \w{1,80} in (?:DataLoader worker|pin memory thread|replica)")
-# Python's own words for a bug. In the frames of a server's client they say neither that the server is away (its client has races
-# of its own at a start) nor that the script is wrong.
+# Python's own words for a bug. In the frames of a server's client they do not say that the server is away: its client has races
+# of its own at a start. Nor do they say that the script is wrong.
 _OF_A_CLIENT = frozenset({"a bug in a client's frames"})
 _OF_BUGS = frozenset(
     {"TypeError", "NameError", "AttributeError", "LookupError", "AssertionError", "ValueError", "SyntaxError", "ImportError",
@@ -179,9 +182,7 @@ def _first_match(evidence: Evidence, printed: EvidenceView, recorded: bool, user
     all_of_it = _view(evidence, Weight.PLATFORM, message, printed.text.original)
     if found := _first(all_of_it, STOP_REQUESTED):
         return found
-    for_users = _view(evidence, Weight.PLATFORM, message, evidence.stderr_tail[-MAX_TEXT:])
-    for_users = replace(for_users, exception_names=exception_names(exception))
-    if asked := next((rule for rule in user_rules if rule.matches(for_users)), None):
+    if asked := _of_user(evidence, message, user_rules):
         return Match(asked, Weight.PLATFORM)
     if found := _first(all_of_it, HARDWARE_EVIDENCE):
         return found
@@ -189,7 +190,8 @@ def _first_match(evidence: Evidence, printed: EvidenceView, recorded: bool, user
     says_little = raised is None or raised.rule.name == BUG_MAYBE or raised.weight is Weight.PRINTED
     if raised and not says_little and raised.response is not Response.FOLLOW:
         return raised
-    words = _of_abort_lines(evidence, printed.text.original)
+    follows = raised is not None and raised.response is Response.FOLLOW
+    words = _of_abort_lines(evidence, printed.text.original, follows)
     # A failure of the backend comes first: the exception that follows may only say that the operation has failed.
     if words and (raised is None or Response.FOLLOW in (raised.response, words.response)):
         return words
@@ -201,6 +203,12 @@ def _first_match(evidence: Evidence, printed: EvidenceView, recorded: bool, user
     if exception is None or exception.type == "SystemExit":
         return _first(printed, PROGRAM_OUTPUT) or found
     return replace(found, weight=Weight.CLASS)  # a class that no rule knows is more than a bare exit code
+
+
+def _of_user(evidence: Evidence, message: str, user_rules: Iterable[UserRule]) -> UserRule | None:
+    view = _view(evidence, Weight.PLATFORM, message, evidence.stderr_tail[-MAX_TEXT:])
+    view = replace(view, exception_names=exception_names(evidence.exception))
+    return next((rule for rule in user_rules if rule.matches(view)), None)
 
 
 def _view(evidence: Evidence, place: Weight, *texts: str) -> EvidenceView:
@@ -217,6 +225,8 @@ def _first(view: EvidenceView, tier: int) -> Match | None:
 def _of_exception(evidence: Evidence, exception: RaisedException, recorded: bool) -> Match | None:
     """Return the rule for the exception that ended the script. Beside a rule for it, nothing else counts that was printed."""
     weakest = Weight.CLASS if recorded else Weight.MESSAGE if evidence.exit_code == 1 else Weight.ABORT_LINES
+    if _carrier(exception) in _FROM_ELSEWHERE:  # it may be of another host
+        weakest = Weight.ABORT_LINES
     found = [match for each in _chain(exception) if (match := _first(_message_of(evidence, each, exception), PROGRAM_OUTPUT))]
     matches = [replace(match, weight=max(match.weight, weakest, key=_ORDER.index)) for match in found]
     if matches:
@@ -251,9 +261,14 @@ def _message_of(evidence: Evidence, one: RaisedException | Wrapped, outer: Raise
     return replace(view, exception_names=names, speakers=speakers, errno=_errno(one), answers=said)
 
 
-def _of_abort_lines(evidence: Evidence, tail: str) -> Match | None:
-    """Return the rule for what libraries have written as they ended the process."""
+def _of_abort_lines(evidence: Evidence, tail: str, follows: bool) -> Match | None:
+    """Return the rule for what libraries have written as they ended the process. follows: its exception is a cascade's.
+
+    A script that ends by an exit code has survived what is not at the end, unless its exception is due to it.
+    """
     said, signal_name = abort_lines(tail), worker_signal(evidence)
+    if signal_name is None and not (follows or said.at_the_end):
+        return None
     if said.backend:  # what a backend says as it fails is an exception of its own
         of_backend = replace(
             _view(evidence, Weight.ABORT_LINES, said.backend), speakers=_BACKEND_ERROR, exception_names=_BACKEND_ERROR
@@ -274,13 +289,27 @@ def _chain(exception: RaisedException) -> list[RaisedException | Wrapped]:
     A DataLoader's message ends with a traceback; a compiler's, which is raised "from None", with "OSError: [Errno 16] ...". Other
     messages may quote anything, so an exception in them does not count.
     """
-    carries = _bare(exception.type) in _CARRIERS or exception.type.startswith(_COMPILERS) or _CAUGHT.match(exception.message)
+    carries = _carrier(exception) in _CARRIERS or exception.type.startswith(_COMPILERS) or _CAUGHT.match(exception.message)
     if not carries:
         return [exception, *exception.wrapped]
     inner: RaisedException | Wrapped | None = last_exception(exception.message)
     if inner is None and not exception.wrapped and (named := _NAMED.findall(_ends(exception.message))):
         inner = Wrapped(*named[-1])
     return [exception, *exception.wrapped, *([inner] if inner else [])]
+
+
+def _carrier(exception: RaisedException) -> str:
+    return _bare(exception.type.partition("(")[0])  # RayTaskError(KeyError)
+
+
+def shows_outage(evidence: Evidence) -> bool:
+    """Return whether a class, an errno or an answer says that a server or a file system does not work. A text does not."""
+    raised = evidence.exception
+    views = [_message_of(evidence, each, raised) for each in _chain(raised)] if raised is not None else []
+    return any(
+        not OUTAGES.isdisjoint(view.exception_names) or view.errno in OUTAGE_ERRNOS or not UNREACHABLE.isdisjoint(view.answers)
+        for view in views
+    )
 
 
 def _errno(exception: RaisedException | Wrapped) -> int | None:
@@ -313,11 +342,17 @@ def _completed(evidence: Evidence, tail: str) -> Evidence:
     exception = evidence.exception
     if (exception is None or not exception.wrapped) and (worker_signal(evidence) or evidence.exit_code) in _RAISED:
         left = exception is None or (exception.type == "SystemExit" and exception.message.isdecimal())  # as hydra leaves
-        if left and (found := ended_with(tail)):
+        found = ended_with(tail)
+        if found and left:
             evidence = replace(evidence, exception=found)
-        elif exception and (found := last_exception(tail)) and _bare(found.type) == _bare(exception.type):
-            evidence = replace(evidence, exception=replace(exception, wrapped=found.wrapped))  # torch's error file has no causes
+        elif found and exception and _same(found, exception):  # torch's error file has no causes
+            evidence = replace(evidence, exception=replace(exception, wrapped=found.wrapped))
     return evidence
+
+
+def _same(printed: RaisedException, recorded: RaisedException) -> bool:
+    said = first_line(printed.message).strip() == first_line(recorded.message).strip()
+    return said and _bare(printed.type) == _bare(recorded.type)
 
 
 def _bare(name: str) -> str:

@@ -14,7 +14,7 @@ from elastic_ext.base import diagnosis as kinds
 from elastic_ext.base.diagnosis import CODE, CRASH, HARDWARE, NETWORK, NUMERIC, PREEMPTION, STORAGE, Response, Weight
 from elastic_ext.base.errors import EX_CODE, EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER
 from elastic_ext.failures import rules
-from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.classify import Diagnosis, exception_names, shows_outage
 from elastic_ext.failures.evidence import WAITS, Evidence, Precedent
 
 # Waits before the second and the third try: what is down may be back in two minutes, and a bug is not. After the first step the
@@ -24,8 +24,8 @@ _MAY_BE_AWAY = (
     rules.INTERFACE,
     rules.CUT_RULE,
     rules.MOUNT,
-    "storage-client",
-    "storage-busy",
+    rules.STORAGE_CLIENT,
+    rules.BUSY,
 )
 SPREAD_S = {
     **dict.fromkeys((rules.NO_EVIDENCE, rules.SERVICE), (30.0, 90.0)),
@@ -39,12 +39,12 @@ _ON_ALL_NODES = frozenset({rules.GPU_DEAD, rules.HARDWARE_EXIT})  # what several
 LEAST_NODES = 4  # in a job of this many, chance seldom chooses the same node twice
 LEAST_STEPS = 10  # of a try that fails at the same step as the one before it: fewer say nothing
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
+FEW_NODES_TIMES = 6  # the same in a job of two or three nodes, of which chance chooses one three times in a row
 MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, of any sort: an error whose text varies is never the same
-# A later launch may find these mended; a library that was missing three times stays so.
-AWAY = (rules.ILL_STORAGE - {"shared-object"}).union(rules.PEERS, (rules.CUT_RULE, rules.SERVICE))
 MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
 # A repeated failure becomes kind "code", unless it has one of these kinds, which are more specific.
 _KIND_STAYS = frozenset({kinds.HOST_MEMORY, kinds.DEVICE_MEMORY, NUMERIC, STORAGE})
+_OF_HOSTS = frozenset({HARDWARE, CRASH, kinds.HOST_MEMORY})
 _AWAY_KINDS = frozenset({NETWORK, STORAGE})
 _EXIT_OF_KIND = {CODE: EX_CODE, kinds.DATA: EX_CODE, kinds.USER_STOP: EX_USER, HARDWARE: EX_NODE, PREEMPTION: EX_TRY_AGAIN}
 
@@ -127,12 +127,18 @@ class Facts:
     def away(self) -> bool:
         """Whether something certainly is away that a later launch may find.
 
-        The lines of a rank that has lost a peer are the exception: such cascades show nothing else, and the network is assumed.
+        Names may be wrong, until the job has trained. What comes back at the same step may be a bug.
+        The lines of a rank that has lost a peer count, too: such cascades show nothing else, and the network is assumed.
         """
         of_peers = self.rule in rules.PEERS and self.nodes.at_failure != 1  # else all peers are on this host
-        named = self.rule == rules.NETWORK_RULE and self.trained and not self.in_step  # it has worked, so the name is right
-        certain = self.weight.certain and (named or self.rule in AWAY - rules.PEERS)
-        return certain or (of_peers and self.weight is not Weight.PRINTED)
+        shown = shows_outage(self.evidence)
+        raised = self.evidence.exception
+        of_ours = raised is not None and raised.type == rules.STORAGE_FAILED  # the checkpoint was there when it was chosen
+        known = self.rule in (rules.CUT_RULE, rules.BUSY) or (self.rule == rules.MOUNT and shown) or of_ours
+        of_client = self.rule in (rules.SERVICE, rules.STORAGE_CLIENT) and shown
+        named = of_client or (self.rule in (rules.MOUNT, rules.NETWORK_RULE) and not self.in_step)
+        certain = known or (named and self.trained)
+        return (certain and self.weight.certain) or (of_peers and self.weight is not Weight.PRINTED)
 
     @property
     def of_hardware(self) -> bool:
@@ -184,10 +190,12 @@ def _place_counts(diagnosis: Diagnosis, nodes: Nodes) -> bool:
     """
     evidence, rule = diagnosis.evidence, diagnosis.rule
     several = evidence.cut or evidence.shared or len(evidence.differs) > 1  # for a cut, see `_cut_again`
-    outage = evidence.before_first_step and rule in SPREAD_S and rule not in (rules.NO_EVIDENCE, rules.MOUNT)
     known = evidence.node is not None and not nodes.only_one and not several
-    of_script = rule in rules.OF_SCRIPT or (rule == rules.FILES and not evidence.before_first_step)
-    return known and not outage and not of_script and rule not in {rules.SERVICE, *rules.DAMAGED, *rules.ELSEWHERE}
+    lacking = rule in rules.LACKING or "ModuleNotFoundError" in exception_names(evidence.exception)
+    lacks = lacking and evidence.before_first_step  # later, it is a file of the script's own
+    link = not evidence.before_first_step and rule == rules.NETWORK_RULE  # before, it may be an outage
+    of_host = diagnosis.kind in _OF_HOSTS or rule in rules.OF_HOSTS or of_a_node(diagnosis)
+    return known and (of_host or lacks or link) and rule not in rules.ELSEWHERE
 
 
 def _only_here(diagnosis: Diagnosis, past: Sequence[Precedent], same: Sequence[Precedent], nodes: Nodes) -> bool:
@@ -239,15 +247,17 @@ def _cut_again(evidence: Evidence, past: Sequence[Precedent]) -> bool:
 
 
 def _on_this_node(diagnosis: Diagnosis, past: Sequence[Precedent]) -> int:
-    """Return how many failures that only a node causes have stayed on this one while its ranks moved, this one included.
+    """Return how many failures in a row that only a node causes have stayed on this one while its ranks moved, with this one.
 
     Some ranks, such as 0, do what no other does, so they have bugs of their own and see any outage first. What an outage may
-    cause, too, counts apart. Progress in between says nothing; a repair does.
+    cause, too, counts apart. Progress in between says nothing; a repair does, and so does such a failure of another node: a bug
+    that may hit any rank comes back to each node in time.
     """
     node, cut, away = diagnosis.evidence.node, bool(diagnosis.evidence.cut), diagnosis.kind in _AWAY_KINDS
-    own = (each for each in past if each.of_node and not each.before_repair and node in (each.node, *each.cut))
-    alike = (each for each in own if bool(each.cut) == cut and (each.kind in _AWAY_KINDS) == away)
-    stayed = sum(_of_several(diagnosis.evidence, past) if cut else _has_moved(each) for each in alike)
+    of_nodes = (each for each in reversed(past) if each.of_node and not each.before_repair)
+    alike = (each for each in of_nodes if bool(each.cut) == cut and (each.kind in _AWAY_KINDS) == away)
+    own = takewhile(lambda each: node in (each.node, *each.cut), alike)
+    stayed = sum(_of_several(diagnosis.evidence, past) if cut else _has_moved(each) for each in own)
     return 1 + stayed if may_be_of_a_node(diagnosis) else 0
 
 
@@ -330,8 +340,9 @@ HISTORY = (
         "it was failure {f.row} in a row without progress", EX_TRY_AGAIN, IN_A_ROW),
     _row("in-a-row", lambda f: f.row >= MAX_FAILURES_IN_A_ROW, Response.STOP,
         "it was failure {f.row} in a row without progress", None, IN_A_ROW),
-    _row("bad-node", lambda f: f.on_this_node >= MAX_SAME_FAILURES, Response.REPLACE_NODE,
-        "{f.on_this_node} failures that only a node causes stayed on {f.evidence.node} while its ranks moved", EX_NODE, BAD_NODE),
+    _row("bad-node", lambda f: f.on_this_node >= (FEW_NODES_TIMES if 1 < f.nodes.at_failure < LEAST_NODES else
+        MAX_SAME_FAILURES), Response.REPLACE_NODE, "{f.on_this_node} failures in a row that only a node causes stayed on "
+        "{f.evidence.node} while its ranks moved", EX_NODE, BAD_NODE),
 )  # fmt: skip
 
 

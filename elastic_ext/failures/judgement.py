@@ -18,11 +18,11 @@ from elastic_ext.failures.classify import Diagnosis, classify, describe, first_l
 from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
 from elastic_ext.failures.history import Nodes
 from elastic_ext.failures.ledger import JobVerdict, Ledger, PastFailure, Report, past_failure, precedents
-from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS
+from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS, STOPPED
 
 VICTIM = 120  # characters of a victim's message
 MAX_NAMED = 8  # lost nodes in a reason
-TOO_FEW, STOPPED = "too-few-left", "stopped-by-agent"  # names of rules
+TOO_FEW = "too-few-left"  # name of a rule
 _RANK = re.compile(r"(?<!local )\brank (\d{1,9})\b", re.IGNORECASE)
 
 LEAST_STACKS = 150  # characters of a node: a sentence

@@ -1,8 +1,8 @@
 """The table of failure rules as data. Tiers apply in order, as do the rules within a tier: the first match decides.
 
-What a rule may answer is bounded by where its evidence stands (`base.diagnosis.Weight`): a job ends, or a node leaves, for what
-the platform shows, for the class of an exception, or for its message by a rule of that class. The last lines of a library that
-aborts the process may follow, confirm or restart. Anything else on stderr only names what was seen, and restarts.
+Where its evidence stands (`base.diagnosis.Weight`) bounds what a rule may answer. A job ends, or a node leaves, for what the
+platform shows, for the class of an exception, or for its message by a rule of that class. The last lines of a library that aborts
+the process may follow, confirm or restart. Anything else on stderr only names what was seen, and restarts.
 
 A specific rule precedes a general one: "loss is nan" before ValueError. Texts are plain and lower case, `in` searches for them
 one by one, and they match as whole words, outside of quotes and paths. No rule has a regular expression, and the time is linear
@@ -42,6 +42,7 @@ from elastic_ext.base.diagnosis import (
 )
 from elastic_ext.failures import servers, torch_texts
 from elastic_ext.failures.evidence import EvidenceView, SearchText, Text, contains
+from elastic_ext.failures.fingerprints import library_of
 
 # The tiers. User rules apply after STOP_REQUESTED.
 USER_RULES, STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS = range(5)
@@ -165,6 +166,7 @@ _RERUN_TEXTS: dict[str, tuple[Text, ...]] = {
 }
 _RERUN_AGREES: tuple[Text, ...] = (("correct result", "possible application error"),)
 SERVICE, NETWORK_RULE, INTERFACE, REPLAY = "service-unreachable", "network", "interface", "replay-mismatch"
+BUSY, STORAGE_CLIENT, STOPPED = "storage-busy", "storage-client", "stopped-by-agent"
 TRY_AGAIN = "try-again"  # the script has ended with 75
 GPU_DEAD = "gpu-dead"
 BUG_MAYBE = "runtime-error"  # Python's own class for anything: other evidence says more
@@ -172,12 +174,14 @@ STATE_DICT, FILES = "state-dict", "files"
 # The storage, or a file system, does not work now: no checkpoint is to blame, and another try may go well tomorrow.
 ACCESS = frozenset({"access-expired", "access-refused"})
 ILL_STORAGE = frozenset(
-    {"shared-object", "disk-full", "file-system-ill", "storage-client", "storage-busy"}
+    {"shared-object", "disk-full", "file-system-ill", STORAGE_CLIENT, BUSY}
 )  # fmt: skip
-# What a script raises wherever it runs: twice on one node is a bug, as it is on two.
-OF_SCRIPT = frozenset({"arguments", BUG_MAYBE, STATE_DICT, RERUN_CORRECT})
-# Rank 0 alone may read it, and ranks do not move while an older one is tried: no node is to blame.
-DAMAGED = frozenset({"checkpoint-broken"})
+# What one host may cause: its disk, its mount, its limits, what other processes hold, its driver. All else comes from the script,
+# its data or servers: twice on one node it is what it is on two, and the first to report it is often the fastest.
+OF_HOSTS = frozenset(
+    {"shared-object", "disk-full", "file-system-ill", "host-limit", "device-memory-held", "gpu-driver", "cache-race", "killed"}
+)
+LACKING = frozenset({FILES, "usage-exit"})  # before the first step, a node may lack a file or a command; or a module
 HARDWARE_EXIT = "hardware-exit"  # a script may mean something else by the exit code
 MOUNT = "file-system-ill"  # an outage causes it, or the mount of one node
 ILLEGAL_ACCESS = frozenset({"xid-illegal-access", "gpu-access"})
@@ -189,7 +193,7 @@ _program, _exited = partial(Rule, PROGRAM_OUTPUT), partial(Rule, EXIT_STATUS)
 COUNTS_AS = {
     **dict.fromkeys(
         ("RemoteDisconnected", "ConnectTimeout", "ReadTimeout", "ConnectTimeoutError", "ReadTimeoutError", "MaxRetryError",
-         "NewConnectionError", "ServerDisconnectedError", "ClientConnectorError"),
+         "NewConnectionError", "ServerDisconnectedError", "ClientConnectorError", "EndpointConnectionError"),
         "ConnectionError",
     ),
     **dict.fromkeys(("herror", "NameResolutionError"), "gaierror"),
@@ -212,10 +216,13 @@ _FILE_SYSTEM_ILL: tuple[Text, ...] = (
     "stale file handle", "input/output error", "transport endpoint is not connected", "transport endpoint shutdown",
     "read-only file system", "disk i/o error", "communication error on send", "structure needs cleaning",
 )  # fmt: skip
-_FILE_SYSTEM_ERRNOS = frozenset(
-    {errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EROFS, errno.EBUSY, errno.ENOLCK,
-     errno.EHOSTDOWN, errno.EBADMSG, errno.ENOTEMPTY, errno.ECOMM, errno.EPROTO, errno.EUCLEAN}
-)  # fmt: skip
+_NOT_REACHED = frozenset({errno.ECONNREFUSED, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+OUTAGE_ERRNOS = _NOT_REACHED | {
+    errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EBADMSG, errno.ECOMM,
+    errno.EPROTO, errno.EUCLEAN,
+}  # fmt: skip
+_NO_CONNECTION = _names("DistNetworkError ConnectionError TimeoutError gaierror socket.timeout")
+_FILE_SYSTEM_ERRNOS = (OUTAGE_ERRNOS - _NOT_REACHED) | {errno.EROFS, errno.EBUSY, errno.ENOLCK, errno.ENOTEMPTY}
 
 # What is refused is refused again: credentials, a name, an address.
 _REFUSED = _names(
@@ -235,6 +242,8 @@ _SERVICES = _names(
     "CommError HfHubHTTPError LocalEntryNotFoundError ChunkedEncodingError IncompleteRead ClientPayloadError ServerTimeoutError "
     "SSLError SSLEOFError URLError NoBrokersAvailable"
 )
+STORAGE_FAILED = "elastic_ext.checkpoints.ranks.StorageFailed"
+OUTAGES = (_NO_CONNECTION | _SERVICES) - {"HfHubHTTPError"}
 _SERVICE_TEXTS: tuple[Text, ...] = (
     "check your connection", "check your internet connection", "couldn't connect to", "couldn't reach", "max retries exceeded",
     "failed to establish a new connection",
@@ -272,6 +281,13 @@ def says_why_all_leave(tail: str) -> bool:
 def _left_with(code: int, texts: tuple[Text, ...]) -> Condition:
     """All ranks leave with this code, and one has logged why; the agent may have stopped those that take longest."""
     return lambda view: (view.evidence.exit_code == code or view.evidence.stopped_by_agent) and contains(view.text, texts)
+
+
+def _raised_by_script(view: EvidenceView) -> bool:
+    """Return whether no library has raised it: ranks that write the same modules of a cache may find them incomplete."""
+    exception = view.evidence.exception
+    of_library = exception is not None and library_of(exception.frames) != ""
+    return not of_library and "in dataloader worker" not in view.text
 
 
 def _before_first_step(view: EvidenceView) -> bool:
@@ -376,7 +392,7 @@ TIER_1 = (
          when=_left_with(17, _RERUN_TEXTS[RERUN_UNSTEADY])),
     _requested(RERUN_CORRECT, NUMERIC, CONFIRM, "Megatron-LM got the same NaN or spike on two GPUs", "M", checkpoints_back=1,
          when=_left_with(17, _RERUN_AGREES)),
-    _requested("stopped-by-agent", CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
+    _requested(STOPPED, CASCADE, Response.FOLLOW, "the agent stopped it because another worker had failed",
          when=lambda view: view.evidence.stopped_by_agent),
 )  # fmt: skip
 
@@ -473,7 +489,7 @@ TIER_3 = (
          errnos=frozenset({errno.ENOSPC, errno.EDQUOT}), of=NATIVE | _OS),
     _program(MOUNT, STORAGE, RESTART, "a network file system does not work properly", texts=_FILE_SYSTEM_ILL,
          errnos=_FILE_SYSTEM_ERRNOS, of=NATIVE | _OS | _names("ImportError OperationalError")),
-    _program("storage-busy", STORAGE, RESTART, "the server asked the client to try again later",
+    _program(BUSY, STORAGE, RESTART, "the server asked the client to try again later",
          answers=frozenset({servers.BUSY}),
          texts=("rate limit exceeded", "server is busy", "s3 client error", "reqwest error", "aws error network_connection",
                 ("consistency check failed", "file should be of size")), of=servers.CLIENT_ERRORS),
@@ -481,8 +497,8 @@ TIER_3 = (
          texts=(("token", "expired"), ("credentials", "expired")), of=servers.CLIENT_ERRORS),
     _program("access-refused", CODE, CONFIRM, "a server or its client refuses the request",
          exceptions=_REFUSED, texts=_REFUSED_TEXTS, of=servers.CLIENT_ERRORS, answers=frozenset({servers.REFUSED})),
-    _program("storage-client", STORAGE, RESTART, "the object store or its client failed",
-         exceptions=_names("elastic_ext.checkpoints.ranks.StorageFailed"), packages=servers.STORAGE_CLIENTS),
+    _program(STORAGE_CLIENT, STORAGE, RESTART, "the object store or its client failed",
+         exceptions=frozenset({STORAGE_FAILED}), packages=servers.STORAGE_CLIENTS),
     _program(SERVICE, NETWORK, RESTART, "a server could not be reached", exceptions=_SERVICES, packages=servers.SERVICE_CLIENTS,
          texts=_SERVICE_TEXTS, of=servers.CLIENT_ERRORS, answers=servers.UNREACHABLE),
     _program("checkpoint-broken", STORAGE, RESTART, "the checkpoint cannot be read; the previous one is tried",
@@ -573,9 +589,7 @@ TIER_3 = (
     _program("not-enough-nodes", NETWORK, Response.REQUEUE, "not enough nodes joined",
          exceptions=_names("RendezvousTimeoutError")),
     _program(NETWORK_RULE, NETWORK, RESTART, "the network failed",
-         exceptions=_names("DistNetworkError ConnectionError TimeoutError gaierror socket.timeout"),
-         errnos=frozenset({errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.ECONNREFUSED, errno.ETIMEDOUT, errno.EHOSTUNREACH,
-                           errno.ENETUNREACH}),
+         exceptions=_NO_CONNECTION, errnos=_NOT_REACHED | {errno.EADDRINUSE, errno.EADDRNOTAVAIL},
          texts=("name or service not known", "temporary failure in name resolution", "address already in use",
                 "connection refused", "connection timed out", "no route to host", "network is unreachable", "socket timeout",
                 "cannot assign requested address"), of=NATIVE | _OS),
@@ -596,7 +610,7 @@ TIER_3 = (
          exceptions=_names("ZeRORuntimeException"),
          messages=("missing key(s) in state_dict", "unexpected key(s) in state_dict", "error(s) in loading state_dict")),
     _program("code-always", CODE, STOP, "an error of this type would recur on every try", "A",
-         exceptions=_names("NameError ModuleNotFoundError"), when=lambda view: "in dataloader worker" not in view.text),
+         exceptions=_names("NameError ModuleNotFoundError"), when=_raised_by_script),
     _program(FILES, CODE, CONFIRM, "the input is missing or wrong, or this node lacks it", "P",
          exceptions=_names("FileNotFoundError PermissionError IsADirectoryError NotADirectoryError ImportError")),
     _program("code-at-start", CODE, STOP, "raised before the first optimizer step: it would recur on every try", "N B",
@@ -634,4 +648,4 @@ TIER_4 = (
 
 RULES: tuple[Rule, ...] = (*TIER_1, *TIER_2, *TIER_3, *TIER_4)
 ELSEWHERE = frozenset(rule.name for rule in RULES if rule.response is Response.FOLLOW)  # the node that reports it lives
-PEERS = ELSEWHERE - {INTERFACE, "stopped-by-agent"}
+PEERS = ELSEWHERE - {INTERFACE, STOPPED}

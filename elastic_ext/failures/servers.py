@@ -28,9 +28,13 @@ UNREACHABLE = frozenset({"unavailable", "deadline_exceeded", "aborted", "interna
 EXPIRED = frozenset({"expiredtoken", "expiredtokenexception", "tokenrefreshrequired", "requestexpired"})
 BUSY = "busy"  # "Try again later": the server says something of itself
 REFUSED = "refused"  # the request itself: credentials, a name, a parameter. Another try gets the same answer
-_BUSY_CODES = frozenset({"408", "425", "429", "operationaborted", "resource_exhausted"})
-_BUSY_WORDS = ("throttl", "limitexceeded", "limit_exceeded", "slowdown", "unavailable", "internal", "timeout", "timedout", "busy",
-               "toomany", "minio")  # fmt: skip
+# Parts of codes. A code that has none of them says neither: another try may show.
+_BUSY_CODES = frozenset({"408", "425", "429", "operationaborted"})
+_BUSY_PARTS = ("throttl", "limitexceeded", "limit_exceeded", "slowdown", "unavailable", "internal", "timeout", "timedout", "busy",
+               "toomany")  # fmt: skip
+_REFUSED_CODES = frozenset({"400", "401", "403", "404", "410", "422"})
+_REFUSED_PARTS = ("denied", "auth", "invalid", "nosuch", "notfound", "not_found", "not_exist", "missing", "malformed",
+                  "signature", "forbidden")  # fmt: skip
 _SUCCESS = re.compile(r"[123]\d\d")
 
 _CODE = r"([1-5]\d\d)"
@@ -78,9 +82,13 @@ def answers(message: str, words: str, of_client: bool) -> frozenset[str]:
     found = (next(filter(None, each.groups())) for pattern, text in patterns for each in pattern.finditer(text))
     said = {answer for answer in found if not _SUCCESS.fullmatch(answer)}
     busy = {each for each in said - UNREACHABLE if _is_busy(each)}
-    left = said - busy - UNREACHABLE - EXPIRED
-    return frozenset(said | ({BUSY} if busy else set()) | ({REFUSED} if left else set()))
+    refused = {each for each in said - busy - UNREACHABLE - EXPIRED if _is_refused(each)}
+    return frozenset(said | ({BUSY} if busy else set()) | ({REFUSED} if refused else set()))
 
 
 def _is_busy(code: str) -> bool:
-    return code in _BUSY_CODES or (code[0] == "5" and code.isdecimal()) or any(word in code for word in _BUSY_WORDS)
+    return code in _BUSY_CODES or (code[0] == "5" and code.isdecimal()) or any(part in code for part in _BUSY_PARTS)
+
+
+def _is_refused(code: str) -> bool:
+    return code in _REFUSED_CODES or any(part in code for part in _REFUSED_PARTS)

@@ -75,10 +75,10 @@ def last_exception(text: str) -> RaisedException | None:
 def ended_with(text: str) -> RaisedException | None:
     """Return the exception of a complete traceback that ends `text`, or None: then the script may have gone on. Never raises.
 
-    These may follow it: lines of `QUIET_STARTS` and `QUIET_TEXTS`, a shell's, warnings of torch's C++, `MAX_BARS` lines that show
-    one state of a tqdm bar, other ranks' and Ray workers' lines, tracebacks of `SURVIVED`, and the rest of its message. That is:
-    lines with an indent, or below one that ends with a colon, a comma or a bracket. Any line counts that has torch's "[rank0]: ",
-    or is in the margin of a group, or in the column of a log record by rich, or that rich has wrapped.
+    These may follow it: lines of `QUIET_STARTS` and `QUIET_TEXTS`, a shell's, warnings of torch's C++, and `MAX_BARS` lines that
+    show one state of a tqdm bar. So may other ranks' and Ray workers' lines, tracebacks of `SURVIVED`, and the rest of its
+    message: lines with an indent, or below one that ends with a colon, a comma or a bracket. It may also be lines with torch's
+    "[rank0]: ", those in the margin of a group or in the column of a log record by rich, and those that rich has wrapped.
 
     Any other line without an indent may be output. So a note hides the end, in Python's own form without a prefix.
     The traceback of a Ray worker, which its driver prints, is another process's. A child's counts: a parent that goes on prints.
@@ -139,7 +139,7 @@ def _last(lines: Sequence[str]) -> RaisedException | None:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[_Block]:
-    """PrintedTraceback the tracebacks from the last one up; of those that are joined by a sentence, the last one only."""
+    """Yield the tracebacks from the last one up; of those that a sentence joins, the last one only."""
     end = until = len(lines)
     for _ in range(MAX_SKIPPED):
         if (found := _start(lines, until)) is None:

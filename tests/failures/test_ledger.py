@@ -338,15 +338,6 @@ def test_to_go_back_is_not_to_get_further(tries, decisions):
     assert found == decisions
 
 
-def test_a_staying_node_marks_the_checkpoint():
-    rules = dataclasses.replace(RULES, nodes=3, min_nodes=2, members=3)
-    told = {"b": report("hb", **STOPPED, rank=2, step=61), "a": report("ha", "FloatingPointError", "loss is nan", 0, step=61)}
-    _, (first, second) = again(told, 2, rules, moves=8)
-    assert (first.decision.response, first.refused_by, first.node) == (Response.CONFIRM, "", "a")
-    assert (second.decision.rule, second.decision.checkpoints_back) == ("same-node", 1)
-    assert (second.node, second.refused_by) == ("a", "b")
-
-
 def test_a_bug_explains_other_exit_codes():
     bug = report("ha", "KeyError", "'x'", order=1, rank=0)
     broken = classify(Evidence(rank=3, node="hb", xids=(79,)))
@@ -515,11 +506,16 @@ def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank
 
 
 @pytest.mark.parametrize(
-    ("hosts", "leaves"), [("aa", False), ("aaa", True), ("abacdefa", True), ("abbcab", True), ("abcdefab", False)]
-)
-@pytest.mark.parametrize("nodes", [3, 64, 2048])
+    ("hosts", "nodes", "leaves"),
+    [
+        *((hosts, nodes, leaves) for nodes in (4, 64, 2048)
+          for hosts, leaves in (("aa", False), ("aaa", True), ("baaa", True), ("abacdefa", False), ("aabaa", False))),
+        *(("aaaaa", nodes, False) for nodes in (2, 3)),
+        *(("baaaaaa", nodes, True) for nodes in (2, 3)),
+    ],
+)  # fmt: skip
 def test_the_third_failure_of_hardware_costs_the_node(hosts, nodes, leaves):
-    """With progress each time, and whatever failed elsewhere in between."""
+    """In a row, with progress each time. A bug may hit any rank, so in time it comes back to each node."""
     *before, last = with_progress(hosts, nodes)
     assert set(before) <= {"bus-error"}
     assert last == ("bad-node" if leaves else "bus-error")
@@ -569,9 +565,7 @@ def test_a_repeatedly_bad_mount_differs_from_its_rank(hosts, ranks, rules, moves
     [
         ({"type_": "TimeoutError", "message": "timed out"}, 75),
         ({"type_": "ConnectionRefusedError", "message": "[Errno 111] Connection refused"}, 75),
-        ({"type_": "botocore.exceptions.ClientError", "message": "An error occurred (SlowDown) when calling PutObject"}, 75),
         (STALE, 75),
-        ({"type_": "my.QueueEmpty", "message": "the queue is empty"}, 1),
         ({"signal": "SIGKILL"}, 1),
     ],
 )
@@ -601,15 +595,17 @@ def test_a_service_costs_no_node_wherever_ranks_are():
 
 
 @pytest.mark.parametrize(
-    ("second", "ends"), [(("hb", 0), ("stop", 65)), (("ha", 8), ("replace_node", 69))], ids=["its data", "its GPU"]
+    ("second", "moves", "ends"),
+    [(("hb", 0), True, ("stop", 65)), (("ha", 8), True, ("replace_node", 69))],
+    ids=["its data", "its GPU"],
 )
-def test_a_nan_shows_whether_it_follows_its_node(second, ends):
+def test_a_crash_shows_whether_it_follows_its_node(second, moves, ends):
     ledger, four, found = Ledger(), dataclasses.replace(RULES, nodes=5, min_nodes=4, members=4), []
     for number, (host, rank) in enumerate((("ha", 0), second)):
-        told = {host: report(host, "FloatingPointError", "loss is nan", rank=rank, step=40, resumed_at=0)}
+        told = {host: report(host, signal="SIGSEGV", rank=rank, step=40, resumed_at=0)}
         ledger, verdict = judge(told, ledger, four, number)
         found.append((verdict.decision.response.value, verdict.decision.exit_code))
-        assert verdict.decision.moves_ranks == (not number)
+        assert verdict.decision.moves_ranks == (moves and not number)
     assert found == [("confirm", None), ends]
 
 
@@ -808,11 +804,10 @@ def at_once(hosts, **failure):
 @pytest.mark.parametrize(
     ("failure", "alone", "on_all"),
     [
-        ({"type_": "FloatingPointError", "message": "loss is nan"}, ["numeric", "same-node"], ["numeric", "repeated"]),
-        ({"type_": "torch.OutOfMemoryError"}, ["device-memory", "same-node"], ["device-memory", "repeated"]),
+        ({"type_": "MemoryError"}, ["host-memory", "same-node"], ["host-memory", "repeated"]),
+        ({"type_": "ConnectionError"}, ["network", "same-node"], ["network", "network", "ceiling"]),
         ({"signal": "SIGSEGV"}, ["crash", "same-node"], ["crash", "repeated"]),
         ({"signal": "SIGBUS"}, ["bus-error", "same-node"], ["bus-error", "bus-error", "ceiling"]),
-        ({"type_": "my.Error"}, ["no-evidence", "same-node"], ["no-evidence", "no-evidence", "ceiling"]),
     ],
 )
 def test_a_node_is_blamed_while_others_are_well(failure, alone, on_all):

@@ -21,6 +21,7 @@ from elastic_ext.failures.ledger import Ledger, Report
 from elastic_ext.failures.rules import RULES
 from elastic_ext.failures.torch_texts import MISUSE, PEER_GONE, WORDINGS, How, Wording
 from tests.jobs import ROOT
+from tests.versions import number
 
 REMOTE = "remote process exited or there was a network error"
 GLOG = "E1129 09:00:00.123456 900 ProcessGroupNCCL.cpp:900] "
@@ -201,10 +202,6 @@ def test_rules_search_for_every_text_of_the_table():
 FOLDER = Path(torch.__file__).parent
 
 
-def release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
-
-
 def library_of(wording: Wording) -> Path | None:
     """The file that has the pieces of a wording; None where this build of torch lacks it, as one for CPUs lacks NCCL."""
     lib = FOLDER / "lib"
@@ -223,9 +220,9 @@ def test_torchs_libraries_have_every_text_of_the_table():
     expected: dict[Path, set[str]] = {}
     for wording in WORDINGS:
         path = library_of(wording)
-        if wording.since and release(torch.__version__) >= release(wording.since) and path is not None:
+        if wording.since and number(torch.__version__) >= number(wording.since) and path is not None:
             expected.setdefault(path, set()).update(filter(str.strip, re.split(r"\{\w*\}|\|", wording.text)))
-    assert expected or release(torch.__version__) < (2, 13)
+    assert expected or number(torch.__version__) < (2, 13)
     for path, pieces in expected.items():
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             assert [piece for piece in sorted(pieces) if data.find(piece.encode()) < 0] == [], path.name

@@ -125,7 +125,7 @@ def test_a_disruption_that_the_server_knows_of_decides(tmp_path, api):
     done, verdict = run_pod(tmp_path, api, "exit 9")
     assert api.asked[0] == ("/api/v1/namespaces/team-a/pods/train-0-x7k2p", f"Bearer {TOKEN}")
     assert done.returncode == 75, done.err
-    assert "disruption-target" in json.dumps(verdict)
+    assert verdict["decision"]["rule"] == "platform-preempted"
 
 
 @pytest.mark.full

@@ -474,7 +474,7 @@ CALLED = "os.environ['TORCHELASTIC_RESTART_COUNT']"
 def test_a_standbys_own_failure_is_retried_once_without(tmp_path):
     """Whatever the reason: a wrong end of the job is worse than a slow start."""
     (tmp_path / "rules.toml").write_text(FREE_EXIT)
-    script = make(tmp_path, "import sys\nif 'torch' in sys.modules: raise ImportError('after torch')\n" + WAITS.format(begin=""))
+    script = make(tmp_path, "import sys\nif 'torch' in sys.modules: raise KeyError('after torch')\n" + WAITS.format(begin=""))
     done = gated(tmp_path, script, r"warm \w+ 0", "1 warm standbys wait", ELASTIC_EXT_RULES="rules.toml")
     assert re.findall(r"warm (\w+) (\d)", done.out) == [("False", "0"), ("False", "2")]
     assert "but its process was a warm standby: one cold start is tried" in done.err

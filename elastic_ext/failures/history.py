@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from elastic_ext.base import diagnosis as kinds
 from elastic_ext.base.diagnosis import CODE, CRASH, HARDWARE, NETWORK, NUMERIC, PREEMPTION, STORAGE, Response, Weight
@@ -40,6 +40,7 @@ LEAST_NODES = 4  # in a job of this many, chance seldom chooses the same node tw
 LEAST_STEPS = 10  # of a try that fails at the same step as the one before it: fewer say nothing
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
 FEW_NODES_TIMES = 6  # the same in a job of two or three nodes, of which chance chooses one three times in a row
+MANY_NODES, RECENT = 64, 8  # chance chooses one of 64 nodes three times of eight for 0.5 % of the failures
 MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, of any sort: an error whose text varies is never the same
 MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
 # A repeated failure becomes kind "code", unless it has one of these kinds, which are more specific.
@@ -178,7 +179,7 @@ def facts_of(diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) ->
         stops_at_start=stops_at_start(diagnosis),
         place_counts=counts,
         only_here=counts and _only_here(diagnosis, past, same, nodes),
-        on_this_node=_on_this_node(diagnosis, past),
+        on_this_node=_on_this_node(diagnosis, past, nodes),
     )
 
 
@@ -246,18 +247,20 @@ def _cut_again(evidence: Evidence, past: Sequence[Precedent]) -> bool:
     return bool(evidence.cut and earlier) and several and all(evidence.node in hosts for hosts in (*evidence.cuts, *earlier))
 
 
-def _on_this_node(diagnosis: Diagnosis, past: Sequence[Precedent]) -> int:
-    """Return how many failures in a row that only a node causes have stayed on this one while its ranks moved, with this one.
+def _on_this_node(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> int:
+    """Return how many failures that only a node causes have stayed on this one while its ranks moved, with this one.
 
     Some ranks, such as 0, do what no other does, so they have bugs of their own and see any outage first. What an outage may
-    cause, too, counts apart. Progress in between says nothing; a repair does, and so does such a failure of another node: a bug
-    that may hit any rank comes back to each node in time.
+    cause, too, counts apart. Progress in between says nothing; a repair does. A bug that may hit any rank comes back to each node
+    in time: so they count in a row or, in a job of MANY_NODES, where several are bad at once, among the last RECENT ones.
     """
     node, cut, away = diagnosis.evidence.node, bool(diagnosis.evidence.cut), diagnosis.kind in _AWAY_KINDS
     of_nodes = (each for each in reversed(past) if each.of_node and not each.before_repair)
     alike = (each for each in of_nodes if bool(each.cut) == cut and (each.kind in _AWAY_KINDS) == away)
-    own = takewhile(lambda each: node in (each.node, *each.cut), alike)
-    stayed = sum(_of_several(diagnosis.evidence, past) if cut else _has_moved(each) for each in own)
+    many = nodes.at_failure >= MANY_NODES
+    own = takewhile(lambda each: many or node in (each.node, *each.cut), islice(alike, RECENT - 1))
+    here = (each for each in own if node in (each.node, *each.cut))
+    stayed = sum(_of_several(diagnosis.evidence, past) if cut else _has_moved(each) for each in here)
     return 1 + stayed if may_be_of_a_node(diagnosis) else 0
 
 
@@ -341,7 +344,7 @@ HISTORY = (
     _row("in-a-row", lambda f: f.row >= MAX_FAILURES_IN_A_ROW, Response.STOP,
         "it was failure {f.row} in a row without progress", None, IN_A_ROW),
     _row("bad-node", lambda f: f.on_this_node >= (FEW_NODES_TIMES if 1 < f.nodes.at_failure < LEAST_NODES else
-        MAX_SAME_FAILURES), Response.REPLACE_NODE, "{f.on_this_node} failures in a row that only a node causes stayed on "
+        MAX_SAME_FAILURES), Response.REPLACE_NODE, "{f.on_this_node} failures that only a node causes stayed on "
         "{f.evidence.node} while its ranks moved", EX_NODE, BAD_NODE),
 )  # fmt: skip
 

@@ -508,8 +508,10 @@ def with_progress(hosts, nodes, spares=1, failures=({"signal": "SIGBUS"},), rank
 @pytest.mark.parametrize(
     ("hosts", "nodes", "leaves"),
     [
-        *((hosts, nodes, leaves) for nodes in (4, 64, 2048)
+        *((hosts, 4, leaves)
           for hosts, leaves in (("aa", False), ("aaa", True), ("baaa", True), ("abacdefa", False), ("aabaa", False))),
+        *((hosts, nodes, leaves) for nodes in (64, 2048)
+          for hosts, leaves in (("aa", False), ("aaa", True), ("abacdefa", True), ("abacdefga", False), ("abcdefab", False))),
         *(("aaaaa", nodes, False) for nodes in (2, 3)),
         *(("baaaaaa", nodes, True) for nodes in (2, 3)),
     ],

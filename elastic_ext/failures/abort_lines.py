@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from elastic_ext.failures.evidence import SearchText
 from elastic_ext.failures.torch_texts import LAST_ERROR, OWN_LINES
 from elastic_ext.failures.traceback_forms import HEADER
+from elastic_ext.failures.tracebacks import QUIET_STARTS, QUIET_TEXTS
 
 MAX_THROWN = 8  # lines of what an exception of C++ says
 
@@ -55,6 +56,8 @@ MAX_PREFIXES = 3
 _BAR = re.compile(r"(?:it/s|s/it)[^\]\n]{0,40}\]")
 _WRITTEN = re.compile("|".join(f"(?:{each.begins})" for each in LINE_WRITERS))
 _FIRST = frozenset('[eftl dmrc*:"shn')  # letters with which these lines begin, but those of assertions and of NCCL
+_QUIET_STARTS, _QUIET_TEXTS = (tuple(map(str.lower, texts)) for texts in (QUIET_STARTS, QUIET_TEXTS))
+_LOGGED = re.compile(r"\[[wi][\d ][^\]\n]{0,80}\.(?:cpp|hpp|cc|cu|h):\d")  # torch's log, at the levels warning and info
 _GOES_ON = ("last error", LAST_ERROR.strip())  # before NCCL's own words, on the next line
 
 
@@ -75,12 +78,23 @@ def abort_lines(tail: str) -> AbortLines:
     written = _written(plain)
     own = {number for number in written if any(all(part in plain[number] for part in parts) for parts in OWN_LINES)}
     own |= {number + 1 for number in own if LAST_ERROR in "".join(plain[number + 1 : number + 2])}
-    behind = next(filter(str.strip, plain[written[-1] + 1 :]), "") if written else ""
     return AbortLines(
         "\n".join(lines[number] for number in written),
         "\n".join(lines[number] for number in sorted(own)),
-        bool(written) and (not behind or HEADER.lower() in behind),
+        bool(written) and _ends_there(plain[written[-1] + 1 :]),
     )
+
+
+def _ends_there(behind: list[str]) -> bool:
+    """Return whether these lines, up to a traceback, may stand behind the last words of a process."""
+    for whole in behind:
+        line = _without_prefixes(whole)
+        if HEADER.lower() in line:
+            break
+        quiet = line.startswith((" ", *_QUIET_STARTS)) or any(text in line for text in _QUIET_TEXTS) or not line.strip()
+        if not quiet and not _LOGGED.match(line):
+            return False
+    return True
 
 
 def _written(plain: list[str]) -> list[int]:

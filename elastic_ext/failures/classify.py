@@ -47,12 +47,13 @@ from elastic_ext.failures.rules import (
     RERUN_CODES,
     RULES,
     STOP_REQUESTED,
+    TOO_STRONG,
     USER_RULES,
     XIDS_ANNOTATE,
     Rule,
     held_by_another_process,
 )
-from elastic_ext.failures.servers import CLIENT_ERRORS, CLIENTS, UNREACHABLE, answers
+from elastic_ext.failures.servers import BUSY, CLIENT_ERRORS, CLIENTS, UNREACHABLE, answers
 from elastic_ext.failures.tracebacks import ended_with, last_exception
 from elastic_ext.failures.user_rules import UserRule
 
@@ -72,7 +73,8 @@ _CAUGHT = re.compile(r"Caught \w{1,80} in (?:DataLoader worker|pin memory thread
 _OF_A_CLIENT = frozenset({"a bug in a client's frames"})
 _OF_BUGS = frozenset(
     {"TypeError", "NameError", "AttributeError", "LookupError", "AssertionError", "ValueError", "SyntaxError", "ImportError",
-     "MemoryError", "ArithmeticError"}
+     "MemoryError", "ArithmeticError", "NotImplementedError", "FileNotFoundError", "FileExistsError", "IsADirectoryError",
+     "NotADirectoryError", "PermissionError"}
 )  # fmt: skip
 # Classes of backends: all that they say is a library's, quotes and paths included.
 _OF_BACKENDS = frozenset({"DistBackendError", "AcceleratorError"})
@@ -100,6 +102,11 @@ class Diagnosis:
     tier: int  # the tier of the rule, 1 to 4; 0 for a user rule
     checkpoints_back: ZeroOrOne = 0  # 1 to resume from the checkpoint before the newest
     weight: Weight = Weight.PRINTED  # where the evidence stands that the rule matched
+    # What its exception says, with those inside; reports keep only the outermost one.
+    # whether a class, an errno or an answer says that a server or a file system does not work; None: nothing says anything
+    outage: bool | None = None
+    lacks_module: bool = False
+    of_other: bool = False  # it holds what another rank, perhaps on another host, has raised
     order: int = 0  # when the job learned of it, e.g. an etcd revision; equal for all that one node reports at once
 
     @property
@@ -127,6 +134,7 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
     printed = _view(evidence, Weight.PRINTED, tail)
     match = _first_match(evidence, printed, recorded, user_rules)
     only_words = match.weight is Weight.PRINTED and match.rule.tier == PROGRAM_OUTPUT
+    chain = _chain(evidence.exception) if evidence.exception is not None else []
     because = f"as far as words say, {match.rule.because}" if only_words else match.rule.because
     return Diagnosis(
         match.kind,
@@ -138,6 +146,9 @@ def classify(evidence: Evidence, user_rules: Sequence[UserRule] = ()) -> Diagnos
         match.rule.tier,
         match.rule.checkpoints_back if match.weight is not Weight.PRINTED else 0,
         match.weight,
+        _shows_outage(evidence, chain),
+        any("ModuleNotFoundError" in exception_names(each) for each in chain),
+        any(_carrier(each) in _FROM_ELSEWHERE for each in chain),
     )
 
 
@@ -225,10 +236,10 @@ def _first(view: EvidenceView, tier: int) -> Match | None:
 def _of_exception(evidence: Evidence, exception: RaisedException, recorded: bool) -> Match | None:
     """Return the rule for the exception that ended the script. Beside a rule for it, nothing else counts that was printed."""
     weakest = Weight.CLASS if recorded else Weight.MESSAGE if evidence.exit_code == 1 else Weight.ABORT_LINES
-    if _carrier(exception) in _FROM_ELSEWHERE:  # it may be of another host
-        weakest = Weight.ABORT_LINES
     found = [match for each in _chain(exception) if (match := _first(_message_of(evidence, each, exception), PROGRAM_OUTPUT))]
     matches = [replace(match, weight=max(match.weight, weakest, key=_ORDER.index)) for match in found]
+    if any(_carrier(each) in _FROM_ELSEWHERE for each in _chain(exception)):  # it may be of another host
+        matches = [replace(each, weight=Weight.ABORT_LINES) if each.response in TOO_STRONG else each for each in matches]
     if matches:
         # What is inside counts: a wrapper says what the script was doing. But a bug in handling an error is a bug.
         refused = [match for match in matches if match.rule.name in ACCESS]  # its client has errors of its own then
@@ -298,18 +309,21 @@ def _chain(exception: RaisedException) -> list[RaisedException | Wrapped]:
     return [exception, *exception.wrapped, *([inner] if inner else [])]
 
 
-def _carrier(exception: RaisedException) -> str:
+def _carrier(exception: RaisedException | Wrapped) -> str:
     return _bare(exception.type.partition("(")[0])  # RayTaskError(KeyError)
 
 
-def shows_outage(evidence: Evidence) -> bool:
-    """Return whether a class, an errno or an answer says that a server or a file system does not work. A text does not."""
+def _shows_outage(evidence: Evidence, chain: Sequence[RaisedException | Wrapped]) -> bool | None:
+    """See `Diagnosis.outage`. A text alone shows none."""
     raised = evidence.exception
-    views = [_message_of(evidence, each, raised) for each in _chain(raised)] if raised is not None else []
-    return any(
-        not OUTAGES.isdisjoint(view.exception_names) or view.errno in OUTAGE_ERRNOS or not UNREACHABLE.isdisjoint(view.answers)
+    views = [_message_of(evidence, each, raised) for each in chain] if raised is not None else []
+    away = UNREACHABLE | {BUSY}
+    if any(
+        not OUTAGES.isdisjoint(view.exception_names) or view.errno in OUTAGE_ERRNOS or not away.isdisjoint(view.answers)
         for view in views
-    )
+    ):
+        return True
+    return False if any(view.answers for view in views) else None
 
 
 def _errno(exception: RaisedException | Wrapped) -> int | None:
@@ -351,8 +365,8 @@ def _completed(evidence: Evidence, tail: str) -> Evidence:
 
 
 def _same(printed: RaisedException, recorded: RaisedException) -> bool:
-    said = first_line(printed.message).strip() == first_line(recorded.message).strip()
-    return said and _bare(printed.type) == _bare(recorded.type)
+    same_type = _bare(printed.type) == _bare(recorded.type)
+    return same_type and first_line(printed.message).strip() == first_line(recorded.message).strip()
 
 
 def _bare(name: str) -> str:

@@ -14,7 +14,7 @@ from elastic_ext.base import diagnosis as kinds
 from elastic_ext.base.diagnosis import CODE, CRASH, HARDWARE, NETWORK, NUMERIC, PREEMPTION, STORAGE, Response, Weight
 from elastic_ext.base.errors import EX_CODE, EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER
 from elastic_ext.failures import rules
-from elastic_ext.failures.classify import Diagnosis, exception_names, shows_outage
+from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import WAITS, Evidence, Precedent
 
 # Waits before the second and the third try: what is down may be back in two minutes, and a bug is not. After the first step the
@@ -39,13 +39,13 @@ _ON_ALL_NODES = frozenset({rules.GPU_DEAD, rules.HARDWARE_EXIT})  # what several
 LEAST_NODES = 4  # in a job of this many, chance seldom chooses the same node twice
 LEAST_STEPS = 10  # of a try that fails at the same step as the one before it: fewer say nothing
 MAX_SAME_FAILURES = 3  # how often the same failure may happen without progress, at any budget
-FEW_NODES_TIMES = 6  # the same in a job of two or three nodes, of which chance chooses one three times in a row
+FEW_NODES_TIMES = 6  # for `bad-node` in a job of two or three nodes: chance chooses one of these three times in a row
 MANY_NODES, RECENT = 64, 8  # chance chooses one of 64 nodes three times of eight for 0.5 % of the failures
 MAX_FAILURES_IN_A_ROW = 8  # without progress, charged, of any sort: an error whose text varies is never the same
 MAX_FREE_TRIES = 5  # without progress, of a script that asks for another try; each further one is charged
 # A repeated failure becomes kind "code", unless it has one of these kinds, which are more specific.
 _KIND_STAYS = frozenset({kinds.HOST_MEMORY, kinds.DEVICE_MEMORY, NUMERIC, STORAGE})
-_OF_HOSTS = frozenset({HARDWARE, CRASH, kinds.HOST_MEMORY})
+_HOSTS_KINDS = frozenset({HARDWARE, CRASH, kinds.HOST_MEMORY})
 _AWAY_KINDS = frozenset({NETWORK, STORAGE})
 _EXIT_OF_KIND = {CODE: EX_CODE, kinds.DATA: EX_CODE, kinds.USER_STOP: EX_USER, HARDWARE: EX_NODE, PREEMPTION: EX_TRY_AGAIN}
 
@@ -132,11 +132,11 @@ class Facts:
         The lines of a rank that has lost a peer count, too: such cascades show nothing else, and the network is assumed.
         """
         of_peers = self.rule in rules.PEERS and self.nodes.at_failure != 1  # else all peers are on this host
-        shown = shows_outage(self.evidence)
-        raised = self.evidence.exception
+        raised, shown = self.evidence.exception, self.diagnosis.outage is True
         of_ours = raised is not None and raised.type == rules.STORAGE_FAILED  # the checkpoint was there when it was chosen
         known = self.rule in (rules.CUT_RULE, rules.BUSY) or (self.rule == rules.MOUNT and shown) or of_ours
-        of_client = self.rule in (rules.SERVICE, rules.STORAGE_CLIENT) and shown
+        at_other_steps = self.diagnosis.outage is None and not all(each.same_step for each in self.same)
+        of_client = self.rule in (rules.SERVICE, rules.STORAGE_CLIENT) and (shown or at_other_steps)
         named = of_client or (self.rule in (rules.MOUNT, rules.NETWORK_RULE) and not self.in_step)
         certain = known or (named and self.trained)
         return (certain and self.weight.certain) or (of_peers and self.weight is not Weight.PRINTED)
@@ -169,7 +169,7 @@ def facts_of(diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) ->
         elsewhere=any(each.node not in (node, None) for each in same),
         moved=any(map(_has_moved, same)),
         in_step=(evidence.step or 0) >= LEAST_STEPS and all(each.same_step for each in same),
-        trained=evidence.first_step_done is True or any(each.first_step_done for each in past),
+        trained=evidence.first_step_done is True or any(each.first_step_done or each.same_checkpoint for each in past),
         # A checkpoint, or `budget_window`, gives a restart back: then it may have trained for weeks since.
         unseen=1 + len(list(unseen)) if evidence.first_step_done is None and past and past[-1].recent else 1,
         losses=1 + sum(each.lost_node and each.surely_none_since for each in past),
@@ -192,11 +192,11 @@ def _place_counts(diagnosis: Diagnosis, nodes: Nodes) -> bool:
     evidence, rule = diagnosis.evidence, diagnosis.rule
     several = evidence.cut or evidence.shared or len(evidence.differs) > 1  # for a cut, see `_cut_again`
     known = evidence.node is not None and not nodes.only_one and not several
-    lacking = rule in rules.LACKING or "ModuleNotFoundError" in exception_names(evidence.exception)
+    lacking = rule in rules.LACKING or diagnosis.lacks_module
     lacks = lacking and evidence.before_first_step  # later, it is a file of the script's own
     link = not evidence.before_first_step and rule == rules.NETWORK_RULE  # before, it may be an outage
-    of_host = diagnosis.kind in _OF_HOSTS or rule in rules.OF_HOSTS or of_a_node(diagnosis)
-    return known and (of_host or lacks or link) and rule not in rules.ELSEWHERE
+    of_host = diagnosis.kind in _HOSTS_KINDS or rule in rules.OF_HOSTS or of_a_node(diagnosis)
+    return known and (of_host or lacks or link) and rule not in rules.ELSEWHERE and not diagnosis.of_other
 
 
 def _only_here(diagnosis: Diagnosis, past: Sequence[Precedent], same: Sequence[Precedent], nodes: Nodes) -> bool:
@@ -258,7 +258,7 @@ def _on_this_node(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes)
     of_nodes = (each for each in reversed(past) if each.of_node and not each.before_repair)
     alike = (each for each in of_nodes if bool(each.cut) == cut and (each.kind in _AWAY_KINDS) == away)
     many = nodes.at_failure >= MANY_NODES
-    own = takewhile(lambda each: many or node in (each.node, *each.cut), islice(alike, RECENT - 1))
+    own = takewhile(lambda each: many or node in (each.node, *each.cut), islice(alike, RECENT - 1) if many else alike)
     here = (each for each in own if node in (each.node, *each.cut))
     stayed = sum(_of_several(diagnosis.evidence, past) if cut else _has_moved(each) for each in here)
     return 1 + stayed if may_be_of_a_node(diagnosis) else 0
@@ -281,7 +281,7 @@ class HistoryRow:
         before, said = facts.answer, f"{facts.answer.reason}; {self.words.format(f=facts)}"
         if self.response is Response.REPLACE_NODE and not facts.nodes.one_may_leave:
             return replace(facts, answer=replace(before, reason=f"{said}, but the job cannot run without it"))
-        if self.response is Response.REPLACE_NODE:
+        if self.response is Response.REPLACE_NODE and facts.evidence.node:
             said += f"; {facts.evidence.node} leaves"
         kind = CODE if self.bug and before.kind not in _KIND_STAYS else before.kind
         code = before.exit_code if self.exit_code is None else self.exit_code

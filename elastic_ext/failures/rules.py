@@ -61,7 +61,7 @@ NATIVE = _names(
     "ProcessRaisedException ProcessExitedException OutOfMemoryError"
 )
 STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response.RESTART, Response.REPLACE_NODE
-_TOO_STRONG = frozenset({STOP, REPLACE_NODE, Response.REQUEUE})  # for words which anything may have printed
+TOO_STRONG = frozenset({STOP, REPLACE_NODE, Response.REQUEUE})  # for words which anything may have printed
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Rule:
         """
         if weight.certain:
             return self.response
-        if self.response in _TOO_STRONG:
+        if self.response in TOO_STRONG:
             return CONFIRM if self.response is STOP and weight is Weight.ABORT_LINES else RESTART
         weak = weight is Weight.PRINTED and self.response in (CONFIRM, Response.FOLLOW)
         return RESTART if weak else self.response
@@ -216,7 +216,7 @@ _FILE_SYSTEM_ILL: tuple[Text, ...] = (
     "stale file handle", "input/output error", "transport endpoint is not connected", "transport endpoint shutdown",
     "read-only file system", "disk i/o error", "communication error on send", "structure needs cleaning",
 )  # fmt: skip
-_NOT_REACHED = frozenset({errno.ECONNREFUSED, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH})
+_NOT_REACHED = frozenset({errno.ECONNREFUSED, errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ECONNRESET})
 OUTAGE_ERRNOS = _NOT_REACHED | {
     errno.EIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.EREMOTEIO, errno.EHOSTDOWN, errno.EBADMSG, errno.ECOMM,
     errno.EPROTO, errno.EUCLEAN,
@@ -465,7 +465,7 @@ _MISUSE_OF_DDP: tuple[Text, ...] = (
 TIER_3 = (
     _program("keyboard-interrupt", USER_STOP, STOP, "the user stopped it", exceptions=_names("KeyboardInterrupt")),
     _program("shared-object", STORAGE, RESTART, "a shared object could not be read, which points to a network file system",
-         exceptions=_names("ImportError"), when=_shared_object),
+         exceptions=_names("ImportError OSError"), when=_shared_object),
     _program("directory-taken", CODE, STOP,
          "the checkpoints belong to another launch now, and a restart would take them from it: give each its own checkpoint_dir",
          exceptions=_names("elastic_ext.checkpoints.directory.generations.StaleGroup"), when=_saved_by_a_launch),

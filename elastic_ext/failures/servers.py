@@ -31,7 +31,7 @@ REFUSED = "refused"  # the request itself: credentials, a name, a parameter. Ano
 # Parts of codes. A code that has none of them says neither: another try may show.
 _BUSY_CODES = frozenset({"408", "425", "429", "operationaborted"})
 _BUSY_PARTS = ("throttl", "limitexceeded", "limit_exceeded", "slowdown", "unavailable", "internal", "timeout", "timedout", "busy",
-               "toomany")  # fmt: skip
+               "toomany", "notinitialized")  # fmt: skip
 _REFUSED_CODES = frozenset({"400", "401", "403", "404", "410", "422"})
 _REFUSED_PARTS = ("denied", "auth", "invalid", "nosuch", "notfound", "not_found", "not_exist", "missing", "malformed",
                   "signature", "forbidden")  # fmt: skip

@@ -57,6 +57,26 @@ def test_what_a_script_survives_is_no_last_word():
     assert abort_lines("\n".join(SURVIVED)).libraries == ""
 
 
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [
+        ("", True),
+        ("\n", True),
+        ("\n[rank3]: Traceback (most recent call last):\n  File", True),
+        ("\nException raised from checkTimeout at ProcessGroupNCCL.cpp:685\nframe #0: c10::Error + 0x9d\n", True),
+        (
+            "\n[rank3]:[W718 11:18:53.1 ProcessGroupNCCL.cpp:1250] Warning: process group has NOT been destroyed\nwandb: done",
+            True,
+        ),
+        ("\nstep 11 loss 2.1\n[rank3]: Traceback (most recent call last):", False),
+    ],
+)
+def test_last_words_stand_at_the_end(behind, ends):
+    line = "[rank3]:[E718 11:18:52.536602063 ProcessGroupNCCL.cpp:685] [Rank 3] Watchdog caught collective operation timeout"
+    assert abort_lines(f"step 10 loss 2.1\n{line}{behind}").at_the_end is ends
+    assert not abort_lines("step 10").at_the_end
+
+
 def test_what_was_thrown_has_several_lines():
     thrown = (
         "terminate called after throwing an instance of 'sycl::exception'\n  what():  Enqueue failed.\nerror: 39 (OUT_OF_MEMORY)"

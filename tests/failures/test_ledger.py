@@ -11,7 +11,7 @@ from elastic_ext.base.diagnosis import Collective, Response
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException
+from elastic_ext.failures.evidence import Evidence, Platform, Precedent, RaisedException, Wrapped
 from elastic_ext.failures.judgement import Circumstances, Lost, going_back, judge
 from elastic_ext.failures.ledger import (
     MAX_FAILURES,
@@ -521,6 +521,23 @@ def test_the_third_failure_of_hardware_costs_the_node(hosts, nodes, leaves):
     *before, last = with_progress(hosts, nodes)
     assert set(before) <= {"bus-error"}
     assert last == ("bad-node" if leaves else "bus-error")
+
+
+def test_a_report_keeps_what_its_exception_held():
+    """The exceptions inside and the end of a long message are not in it; what they said of an outage, a module, a rank is."""
+    lost = Wrapped("OSError", "Input/output error", errno=5)
+    module = Wrapped("ModuleNotFoundError", "No module named 'x'", ("ImportError",))
+    told = [
+        classify(Evidence(0, exception=RaisedException("my.Trouble", "x" * 3000, wrapped=(each,)))) for each in (lost, module)
+    ]
+    of_rank = RaisedException("torch.distributed.checkpoint.api.CheckpointException", "CheckpointException ranks:dict_keys([9])")
+    told.append(classify(Evidence(0, exception=of_rank)))
+    for each in told:
+        read = decode_report(encode_report(Report("h", each))).diagnosis
+        assert (read.outage, read.lacks_module, read.of_other) == (each.outage, each.lacks_module, each.of_other)
+    assert [each.outage for each in told] == [True, None, None]
+    assert [each.lacks_module for each in told] == [False, True, False]
+    assert [each.of_other for each in told] == [False, False, True]
 
 
 def test_a_bad_nodes_other_failures_count_too():

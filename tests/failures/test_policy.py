@@ -457,12 +457,22 @@ def test_an_outage_ends_with_75_if_certain(type_, weight, exit_code):
     assert (decided.rule, decided.exit_code) == ("ceiling", exit_code)
 
 
+def test_what_another_rank_met_is_an_outage_too():
+    """DCP raises what a rank has met on all; one that reports it is not the one that met it."""
+    raised = "torch.distributed.checkpoint.api.CheckpointException"
+    said = "CheckpointException ranks:dict_keys([9])\nTraceback (most recent call last): (RANK 9)\nOSError: [Errno {}]"
+    stale, full = of(raised, said.format("116] Stale file handle")), of(raised, said.format("28] No space left on device"))
+    assert decide(stale, history=(SAME_THERE,) * 2, nodes=EIGHT).exit_code == 75
+    assert decide(full, history=(SAME_HERE,), nodes=EIGHT).response is not Response.REPLACE_NODE
+
+
 @pytest.mark.parametrize(
     ("diagnosis", "exit_code"),
     [
         (of("botocore.exceptions.EndpointConnectionError"), 75),
         (of("botocore.exceptions.EndpointConnectionError", first_step_done=False), 1),  # its name may be wrong
         (of("botocore.exceptions.UnknownServiceError"), 1),
+        (of("botocore.exceptions.ClientError", "An error occurred (NotWhatYouThink) when calling PutObject", step=100), 1),
         (of("wandb.errors.errors.Error", "You must call wandb.init() before wandb.log()"), 1),
         (of("wandb.errors.errors.CommError"), 75),
         (of("FileNotFoundError", "/out/model.bin", frames=IN_S3TRANSFER), 1),

@@ -553,6 +553,28 @@ def test_optimizer_steps_are_counted(tmp_path: Path, worker: Worker, train: bool
     assert worker.error["elastic_ext"]["first_step_done"] is train
 
 
+SAVED_STATES = """
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
+model = torch.nn.Linear(2, 2)
+plain = torch.optim.SGD(model.parameters(), lr=0.1)
+late = torch.optim.Adam(model.parameters())
+for step in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    plain.step(lambda: None)
+    model.zero_grad()
+    get_state_dict(model, [plain, late])
+"""
+
+
+@pytest.mark.seam
+@once
+def test_a_saves_own_steps_are_not_counted(tmp_path: Path, worker: Worker) -> None:
+    """Torch steps an optimizer without state as it saves: plain SGD each time, another the first time."""
+    code, _, err = run_text(tmp_path, SAVED_STATES, worker.environ)
+    assert (code, worker.row()[progress_layout.STEPS]) == (0, 3), err
+
+
 HANDLERS = """
 import json, os, signal, sys, torch
 from transformers.trainer_jit_checkpoint import CheckpointManager

@@ -47,7 +47,8 @@ _SAFE_PATH = getattr(sys.flags, "safe_path", sys.flags.isolated)  # Python 3.10 
 _PY_FILE_INPUT = 257  # Py_file_input
 
 _OPTIMIZER_MODULE = "torch.optim.optimizer"
-# torch.distributed.checkpoint.state_dict steps a new optimizer once to allocate its state. That is not a training step.
+# torch.distributed.checkpoint.state_dict steps an optimizer without state, to allocate it; plain SGD never has any, so at each
+# save. That is not a training step.
 _STATE_INITIALIZER = "_init_optim_state"
 RECORDER_END_S = 2.0  # a look at its records takes 30 ms at most; one that takes longer is stuck, and this worker must end
 
@@ -461,12 +462,14 @@ class _StepCounter:
             _reports.follow_replicas()
             self._row[layout.OPTIM_HOOKED] = 1
 
-    def _count(self, optimizer: object, args: object, kwargs: object) -> None:
+    def _count(self, optimizer: object, args: "tuple[object, ...]", kwargs: "Namespace") -> None:
+        """Count a step. args, kwargs: those of the call, with the optimizer first."""
         if os.getpid() == self._pid:
             now = time.monotonic_ns()
+            # That function calls step(closure=None); a loop mostly gives no argument, and then this looks no further.
+            if (kwargs or len(args) > 1 or not self._row[layout.STEPS]) and _called_from(_STATE_INITIALIZER):
+                return
             if not self._row[layout.STEPS]:
-                if _called_from(_STATE_INITIALIZER):
-                    return
                 self._row[layout.FIRST_STEP_NS], self._row[layout.POSTS_STATUS] = now, worker_env.posts_status()
                 _reports.modules()
                 _reports.watch_recorder()

@@ -94,6 +94,7 @@ BENCHMARKS = (
     Benchmark("code_bug_waste", ("elastic_ext/failures", "elastic_ext/agent")),
     Benchmark("classification", ("elastic_ext/failures",)),
     Benchmark("checkpoint_stall", SAVES),
+    Benchmark("save_record", ("elastic_ext/workers/bootstrap",)),
     Benchmark("memory_tier", (*SAVES, "elastic_ext/workers/standby")),
     Benchmark("checkpoints", SAVES),
     Benchmark("simulate", ("benchmarks/scale", "elastic_ext/planning", "elastic_ext/failures", "elastic_ext/hangs")),

@@ -1,4 +1,4 @@
-"""How long until every node knows what a failure means? Three nodes; rank 1 raises KeyError in mid-training.
+"""How long until every node knows what a failure means? Three nodes; rank 1 raises NameError in mid-training.
 
     python benchmarks/verdict.py [--repeat 5]
 

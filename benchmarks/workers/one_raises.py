@@ -1,4 +1,4 @@
-"""Three ranks with collectives. After some of them rank 1 raises KeyError, and the others fail because it closes its connections.
+"""Three ranks with collectives. After some, rank 1 raises NameError, and the others fail because it closes its connections.
 
     one_raises.py STAMPS
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 dist.init_process_group("gloo")
+torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]).step()  # it trains: before its first step, one more try is made
 value = torch.ones(1)
 for step in range(10**9):
     dist.all_reduce(value)
@@ -21,4 +22,4 @@ for step in range(10**9):
         with open(sys.argv[1], "a") as stamps:
             attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
             stamps.write(json.dumps({"attempt": attempt, "rank": 1, "event": "raise", "ns": time.monotonic_ns()}) + "\n")
-        {}["missing"]
+        raise NameError("name 'rate' is not defined")

@@ -26,6 +26,7 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base import log_records, name_lookup, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
+from elastic_ext.checkpoints.storage import local_directories
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
@@ -486,6 +487,9 @@ class RoundStart:
                 message["integrity_every"] = self._settings.integrity_every
             if self._settings.stragglers != "off":
                 message["stragglers"] = self._settings.stragglers
+            saves_below = local_directories((self._settings.checkpoint_dir, self._settings.local_dir))
+            if saves_below:
+                message["saves_below"] = saves_below
         self._logs.messages = {
             local_rank: {
                 **message,

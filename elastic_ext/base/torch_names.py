@@ -163,6 +163,18 @@ NAMES = (
         in_workers=True,
     ),
     PrivateNames(
+        "torch.serialization",
+        ("_open_zipfile_writer_file",),
+        "the record of saves does not see what torch.save writes to a path: such checkpoints are found by their content and name",
+        in_workers=True,
+    ),
+    PrivateNames(
+        "torch.distributed.checkpoint._async_process_executor",
+        ("_ProcessBasedAsyncCheckpointExecutor",),
+        "the record of saves does not see what the process of DCP's `async_save` writes: it is found by its content",
+        in_workers=True,
+    ),
+    PrivateNames(
         "torch.distributed.algorithms.join",
         ("_join_config",),
         "replicas are compared inside of `join`, too, where ranks differ rightly",

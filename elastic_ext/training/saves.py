@@ -51,6 +51,7 @@ def report_saved(step: int, seconds: float) -> None:
 
     seconds: time from the request to the complete checkpoint.
     """
+    sys.audit("elastic_ext.saved", step)  # for the record of saves: see workers/bootstrap/saves.py
     _boundaries_of(this_worker()).saved(step, seconds)
 
 

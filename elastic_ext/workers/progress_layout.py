@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 11. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 12. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,7 +10,7 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 11
+VERSION = 12
 ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
@@ -94,9 +94,10 @@ OUTSTANDING_AT_NS = COPIES + 10  # when that was last read
 OUTSTANDING_BEGUN = COPIES + 11  # 1: it does not wait for the worker's own device
 SAMPLES = COPIES + 12  # samples of when this worker issued its collectives, written to worker_env.issued_path
 JIT_SAVES = COPIES + 13  # 1: SIGTERM only begins transformers' just-in-time save; see `runner.saves_just_in_time`
+RECORD_BROKEN = COPIES + 14  # 1: a line of the record of saves could not be written: none of it may be believed
 
 # Written by the agent.
-AGENT_FIELDS = COPIES + 14
+AGENT_FIELDS = COPIES + 15
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 REPEATED = AGENT_FIELDS + 1  # how many of the first steps were done before the restart
 

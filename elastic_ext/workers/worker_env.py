@@ -32,6 +32,8 @@ if TYPE_CHECKING:
         metrics: str  # beginning of the path of a file with metrics of the script; see base.metric_files
         integrity_every: int  # every how many optimizer steps to hash what is a replica; where, see `hashes_path`
         stragglers: str  # the setting, unless it is off
+        journal: str  # beginning of the paths of the journals of saves; see bootstrap/saves.py
+        saves_below: list[str]  # the directories of checkpoints, as absolute paths
         agent: str  # token of the agent, by which the reaper finds what the workers started
 
 

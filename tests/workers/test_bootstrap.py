@@ -575,6 +575,29 @@ def test_a_saves_own_steps_are_not_counted(tmp_path: Path, worker: Worker) -> No
     assert (code, worker.row()[progress_layout.STEPS]) == (0, 3), err
 
 
+SAVES = """
+import os, torch
+weight = torch.nn.Parameter(torch.ones(1))
+weight.grad = torch.ones(1)
+optimizer = torch.optim.AdamW([weight])
+train = torch.compile(optimizer.step, backend="eager")
+optimizer.step()
+torch.save(weight, "saves/a")
+train(); train()
+"""
+
+
+@pytest.mark.seam
+def test_saves_are_recorded_whoever_started_the_worker(tmp_path: Path) -> None:
+    """In a standby, the message comes late; torch.compile must not trace the hook."""
+    worker = Worker(tmp_path, journal=str(tmp_path / "journal"), saves_below=[str(tmp_path / "saves")])
+    (tmp_path / "saves").mkdir()
+    code, _, err = run_text(tmp_path, SAVES, worker.environ)
+    (journal,) = tmp_path.glob("journal.*")
+    lines = [line.split("\t")[:2] + line.split("\t")[4:] for line in journal.read_text().splitlines()[1:]]
+    assert (code, lines[:3]) == (0, [["w", "1", "0", "a"], ["s", "2", "1"], ["x", "3"]]), err
+
+
 HANDLERS = """
 import json, os, signal, sys, torch
 from transformers.trainer_jit_checkpoint import CheckpointManager

@@ -5,6 +5,7 @@ It runs the script as `__main__` the way `python -u [-m] SCRIPT ARGS...` does. T
     runner.py                finds and runs the script as the interpreter does, counts its optimizer steps, reports to the agent,
                              dumps stacks on a signal
     replicas.py              hashes what the worker holds as a replica of other ranks, if the agent asks for that
+    saves.py, writers.py     note what the script saves, if the agent asks for that
     error_file.py            writes the exception that ends the script into the error file
     ../worker_env.py         the agent's message to the worker
     ../progress_layout.py    the memory that the worker shares with the agent

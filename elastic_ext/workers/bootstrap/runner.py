@@ -68,11 +68,13 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     try:
         run, arguments = resolve(argv, namespace)
         run(*arguments)
+        _saves.script_left(None)
     except BaseException as error:
         ended_ns = time.monotonic_ns()  # before the error file is written, which takes time
         # A child forked by the script also gets here, but only the process that the agent started reports to the agent.
         recorded = pid == os.getpid() and _record(error, row, ended_ns)
         _reports.ending(error, ended_ns)
+        _saves.script_left(error)
         if not isinstance(error, SystemExit):
             _show_without_our_frames(recorded and message.get("quiet_traceback") is True, namespace if run is exec else {})
         raise
@@ -111,6 +113,7 @@ def exit_handlers_are_done() -> None:
     A thread that returns from torch's C++ code while the interpreter ends aborts the process. So wait for the one that reads the
     flight recorder; and if a copy in memory was given up, end here: its thread waits there for other ranks, which may end, too.
     """
+    _saves.exit_handlers_done()
     _reports.exit_handlers_done()
     threads = sys.modules["threading"].enumerate() if "threading" in sys.modules else ()
     if _reports.ends_with is not None and any(each.name.startswith(worker_env.MEMORY_THREAD) for each in threads):
@@ -241,6 +244,49 @@ class _Reports:
 
 
 _reports = _Reports()
+
+
+class _Saves:
+    """The record of saves, if the agent wants one. Unlike the reports, it has what forked children save, too."""
+
+    def __init__(self) -> None:
+        self._record: Any = None  # saves.SaveRecord
+        self._left_whole = False  # the script has ended, and nothing that its own thread did was cut off
+
+    def begin(self, row: memoryview, message: "WorkerMessage") -> None:
+        """Begin to note. In a warm standby, much is imported already."""
+        path, directories = message.get("journal"), message.get("saves_below")
+        if path is None or not directories:
+            return
+
+        def report(why: str) -> None:
+            row[layout.RECORD_BROKEN] = 1
+            _warn(f"saves are no longer recorded in this round: {why}; checkpoints are found by their formats and names")
+
+        try:
+            saves = _load("saves")
+            journal = saves.JournalFile(path, int(os.environ.get("RANK") or message.get("slot") or 0))
+            places, writers = saves.SavePlaces(directories), _load("writers").SaveWriters
+            self._record = saves.SaveRecord(journal, places, lambda: row[layout.STEPS], report, writers)
+            self._record.install()
+        except (OSError, ImportError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+            report(f"{type(error).__name__}: {error}")
+
+    def stepped(self, optimizer: object) -> None:
+        if self._record is not None:
+            self._record.stepped(optimizer)
+
+    def script_left(self, error: "BaseException | None") -> None:
+        """The script is over, but for its exit handlers. error: what has ended it."""
+        if self._record is not None:
+            self._left_whole = self._record.left(error)
+
+    def exit_handlers_done(self) -> None:
+        if self._left_whole:
+            self._record.left()  # again: a handler may have saved
+
+
+_saves = _Saves()
 
 
 def look_at_sigterm(row: memoryview) -> None:
@@ -388,6 +434,7 @@ def _arm(message: "WorkerMessage") -> "memoryview | None":
     if row is not None:
         row[layout.STACKS_ARMED] = stacks
         row[layout.ANSWERS] = _answer_signal(row)
+        _saves.begin(row, message)
         _StepCounter(row).register_when_imported()
         row[layout.BEGAN_NS] = row[layout.SETTLED_NS] = time.monotonic_ns()
         row[layout.PID] = os.getpid()
@@ -478,6 +525,7 @@ class _StepCounter:
             self._row[layout.LAST_STEP_NS] = now
             self._row[layout.STEPS] += 1
             look_at_sigterm(self._row)
+            _saves.stepped(optimizer)
             _reports.stepped(self._row[layout.STEPS], optimizer)
 
 

@@ -140,6 +140,8 @@ def environment(pair: Pair) -> Path:
     for metadata in folder.glob("lib/python*/site-packages/torch-*.dist-info/METADATA"):
         metadata.write_text(lightened(metadata.read_text()))
     output([*pip, "install", "--quiet", "--editable", ".[test]"])
+    # as for `make .venv/.ready`: the types of an older Trainer, beside those of the newest
+    output([*pip, "install", "--quiet", "--no-deps", "--target", str(folder / "trainer-2.1.0"), "kubeflow-trainer-api==2.1.0"])
     ready.write_text(str(ROOT))
     return python
 

@@ -47,6 +47,7 @@ class MemoryCopies:
         self.refused: tuple[str, ...] = ()  # names of copies that no round may resume from
         # the newest checkpoint or copy that this agent knows of; None: it cannot know
         self.saved: NewestSaved | None = NONE_SAVED
+        self.resumes = False  # a script of this job takes our word for what to resume from
         self.checkpoint_step: int | None = None  # step of the newest checkpoint that it knows of; 0: none exists, None: unknown
 
     def __enter__(self) -> MemoryCopies:
@@ -182,6 +183,7 @@ class ResumePoint(companion.Companion):
         if self._copies is not None:
             rows = workers.read_progress()
             self._copies.saved = after_round(self._copies.saved, rows)
+            self._copies.resumes = self._copies.resumes or any(row.resumes for row in rows)
             self._copies.checkpoint_step = newest_checkpoint_step(self._copies.checkpoint_step, rows)
 
     def release(self) -> None:
@@ -252,7 +254,7 @@ def agree(settings: Settings, job: Rendezvous, place: agreement.NodeInRound, cop
         room = copies.open(place.nodes)
         if room is not None:
             place = replace(place, memory=room.directory, refused=copies.refused)
-        place = replace(place, saved=copies.saved)
+        place = replace(place, saved=copies.saved, restarts=job.round > 1, resumes=copies.resumes)
         if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
             copies.saved = replace(copies.saved, round=job.round)
         checkpoint = agreement.agree(settings, job.get_run_id(), job.part.exchange, place)

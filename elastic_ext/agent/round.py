@@ -23,10 +23,11 @@ from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_wo
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
 from elastic_ext.agent.resume import ResumePoint
+from elastic_ext.agent.save_watch import RoundPlace, SaveWatch
 from elastic_ext.base import log_records, name_lookup, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
-from elastic_ext.checkpoints.storage import local_directories
+from elastic_ext.checkpoints.storage import LocalStorage, Storage, local_directories, open_storage
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
@@ -528,8 +529,21 @@ class RoundStart:
             node = lateness.OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
             # It ends before those that show what it finds.
             others.append(lateness.LatenessWatch(node, companions.compared, lateness.SlowNodes(self._handler)))
+        if progress is not None and (storage := self._recorded()) is not None:
+            store_at, group = self._store_at, self._group
+            place = RoundPlace(group.group_rank, group.group_world_size, group.workers[0].world_size, store_at)
+            journals = [str(each["journal"]) for each in self._logs.messages.values() if "journal" in each]
+            others.append(SaveWatch(place, storage, journals))
         others += companions.round_companions
         return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
+
+    def _recorded(self) -> Storage | None:
+        """Return the directory whose saves are recorded; None: none is."""
+        settings = self._settings
+        if settings.checkpoint_dir is None or not settings.bootstrap or not launch.has_bootstrap(self._group.spec):
+            return None
+        storage = open_storage(settings.checkpoint_dir)
+        return storage if isinstance(storage, LocalStorage) else None
 
     @property
     def _store_at(self) -> tuple[str, int]:

@@ -18,6 +18,11 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
     health/RESTARTS/N/RANK      "", once RANK has reached its N-th barrier  that worker             workers
     health/RESTARTS/N/count     number of ranks that have reached it        workers                 workers
     health/RESTARTS/N/all       "", once all have                           the last worker         workers
+    saves/asked                 number of the last question: read your      agent of group rank 0   agents
+                                journals of saves again
+    saves/posted                how many posts there were                   agents                  agent of group rank 0
+    saves/posts/N               an agent.save_watch.SavePost; deleted by its     agents                  agent of group rank 0
+                                reader
     trouble/RANK                whether the agent of this group rank        that agent              agents
                                 reaches etcd: "0" well, "1" in trouble,
                                 "2" back; absent: well (`rendezvous.fence`)
@@ -60,6 +65,13 @@ def clock(step: int, node: int, number: int) -> str:
 
 def clock_answer(step: int, node: int, number: int) -> str:
     return f"{clock(step, node, number)}/answer"
+
+
+SAVES_ASKED, SAVES_POSTED = "saves/asked", "saves/posted"
+
+
+def saves_post(number: int) -> str:
+    return f"saves/posts/{number}"
 
 
 def trouble(rank: int) -> str:

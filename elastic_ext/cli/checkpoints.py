@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
@@ -40,7 +40,8 @@ def add_command(commands: Commands) -> None:
     check.add_argument("--threads", type=_count, help="number of files to read at once; default: one per core")
     pin = _action(actions, "pin", _pin, "protect checkpoints from pruning", "+")
     unpin = _action(actions, "unpin", _unpin, "allow pruning again", "+")
-    prune = _action(actions, "prune", _prune, "show which checkpoints would be removed; with --yes, remove them")
+    prune = _action(actions, "prune", _prune, "show which checkpoints would be removed; with --yes, remove them", "*")
+    prune.epilog = "Without a NAME, only what the record of saves or a manifest shows to be the job's own is removed."
     prune.add_argument(
         "--keep-last", type=_count, default=3, metavar="N", help="number of complete checkpoints to keep; default 3, at least 1"
     )
@@ -147,17 +148,17 @@ def _resumes_from(choice: decisions.Choice, storage: Storage, pattern: str) -> s
 
 
 _UNSHOWN = ("entry", "family", "together", "apart", "compared")
-HEADER = ("", "name", "step", "epoch", "gen", "size", "format", "marks", "state")
+HEADER = ("", "name", "step", "epoch", "gen", "ranks", "size", "format", "known", "marks", "state")
 
 
 def _columns(rows: Sequence[listing.ListedCheckpoint], chosen: str | None) -> list[str]:
     lines: list[tuple[str, ...]] = [HEADER]
     for row in rows:
         marks = " ".join(word for word, is_so in (("pinned", row.pinned), ("quarantined", row.quarantined)) if is_so)
-        numbers = ["-" if value is None else str(value) for value in (row.step, row.epoch, row.generation)]
+        numbers = ["-" if value is None else str(value) for value in (row.step, row.epoch, row.generation, row.ranks)]
         size = "-" if row.size is None else format_size(row.size)
         star, name, state = "*" if row.entry.path == chosen else "", shown(row.name), shown(row.state)
-        lines.append((star, name, *numbers, size, row.format, marks or "-", state))
+        lines.append((star, name, *numbers, size, row.format, row.known.value, marks or "-", state))
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER) - 1)]
     return [
         "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths, strict=False)), line[-1]]).rstrip() for line in lines
@@ -239,7 +240,9 @@ def _prune(args: argparse.Namespace) -> int:
     rows = {row.name: row for row in listing.list_checkpoints(storage, args.pattern)}
     choices = [listing.newest_in(storage, listing.Wanted(pattern=pattern)) for pattern in {args.pattern, ""}]
     resumed = [row.name for row in rows.values() for each in choices if each.resume and each.resume.path == row.entry.path]
-    plan = upkeep.plan_prune([row.prune_candidate for row in rows.values()], args.keep_last, args.keep_every, resumed)
+    named = {row.name for row in _selected(rows.values(), args.names, storage)}
+    candidates = [replace(row.prune_candidate, own=row.own or row.name in named) for row in rows.values()]
+    plan = upkeep.plan_prune(candidates, args.keep_last, args.keep_every, resumed)
     for each in plan:
         print_line(f"{'remove' if each.remove else 'keep'}  {each.name}: {each.reason}")
     doomed = [each.name for each in plan if each.remove]

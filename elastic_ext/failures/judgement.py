@@ -18,7 +18,7 @@ from elastic_ext.failures.classify import Diagnosis, classify, describe, first_l
 from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
 from elastic_ext.failures.history import Nodes
 from elastic_ext.failures.ledger import JobVerdict, Ledger, PastFailure, Report, past_failure, precedents
-from elastic_ext.failures.rules import HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS, STOPPED
+from elastic_ext.failures.rules import FILES, HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS, STOPPED
 
 VICTIM = 120  # characters of a victim's message
 MAX_NAMED = 8  # lost nodes in a reason
@@ -228,7 +228,16 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
     alike = sum(_alike(cause, each) for each in by_themselves) if not report.follows and cause.rule != RERUN else 0
     everywhere = alike == len(by_themselves) > 1
     cause = replace(cause, evidence=replace(cause.evidence, shared=alike > 1, everywhere=everywhere))
-    return _Cause(cause, report, node, report.host, cause.evidence.rank)
+    return _Cause(_of_resumed(cause, report), report, node, report.host, cause.evidence.rank)
+
+
+def _of_resumed(cause: Diagnosis, report: Report) -> Diagnosis:
+    """Return the cause; with the checkpoint that the round resumed from to blame if this lacks the file that was missing."""
+    raised, path = cause.evidence.exception, report.resumed_from.rpartition("://")[2]
+    if cause.rule != FILES or cause.evidence.first_step_done or not path or raised is None or f"{path}/" not in raised.message:
+        return cause
+    reason = f"{cause.reason}; the checkpoint that it resumed from lacks it, and the previous one is tried"
+    return replace(cause, checkpoints_back=1, reason=reason)
 
 
 def _alike(one: Diagnosis, other: Diagnosis) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from elastic_ext.training.progress import report_total_steps
-from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
+from elastic_ext.training.saves import note_resumes, report_save_failed, report_saved, save_requested
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState
@@ -37,6 +37,7 @@ class SaveOnDemand(TrainerCallback):
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Forget a request from an earlier training run; report to the agent how long this one is."""
         self._requested = False
+        note_resumes()
         if state.max_steps > 0:
             report_total_steps(state.max_steps, state.global_step)
 

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from elastic_ext.training.progress import report_total_steps
-from elastic_ext.training.saves import report_save_failed, report_saved, save_requested
+from elastic_ext.training.saves import note_resumes, report_save_failed, report_saved, save_requested
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -46,6 +46,7 @@ class SaveOnDemand:
     def on_train_start(self, trainer: Trainer, pl_module: object) -> None:
         """Record the step at which training starts; report to the agent how many there will be, if Lightning knows."""
         self._step = trainer.global_step
+        note_resumes()
         total = trainer.estimated_stepping_batches
         if math.isfinite(total) and total >= 1:
             report_total_steps(int(total), self._step)

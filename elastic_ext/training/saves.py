@@ -142,9 +142,16 @@ _boundaries_of = functools.cache(_StepBoundaries)
 def resume_from() -> str | None:
     """Return the checkpoint that the agent chose for this round; it is the same on all ranks. None to start from nothing.
 
-    It is a path or a URL: of this rank's own file, if each rank wrote one.
+    It is a path or a URL: of this rank's own file, if each rank wrote one. Once a script has called this, no restart of its job
+    begins from nothing where only the user can say which checkpoint is right.
     """
+    note_resumes()
     return os.environ.get(contracts.RESUME_FROM) or None
+
+
+def note_resumes() -> None:
+    """Let the agent know that this script takes its word for what to resume from."""
+    this_worker().row.words[progress_layout.RESUMES] = 1
 
 
 def resume_step() -> int | None:

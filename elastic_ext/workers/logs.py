@@ -528,8 +528,8 @@ class WorkerLogs(LogsSpecs):  # type: ignore[misc, unused-ignore]  # torch is un
             # If stderr goes to a file, the traceback belongs in that file; on the console, the agent shows it once.
             "quiet_traceback": destination in ("", os.devnull),
         }
-        if "saves_below" in message:
-            message["journal"] = os.path.join(self._private_dir(local_rank), "saves")
+        if "saves_below" in message:  # the agent reads it, too
+            message["journal"] = self.messages[local_rank]["journal"] = os.path.join(self._private_dir(local_rank), "saves")
         return {**message, "stderr": pipe} if pipe is not None and self.stderr.by_bootstrap else message
 
     def _private_dir(self, local_rank: int) -> str:

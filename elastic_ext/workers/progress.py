@@ -158,6 +158,7 @@ class Progress:
     outstanding_begun: bool = _flag(layout.OUTSTANDING_BEGUN)
     samples: int = _count(layout.SAMPLES)
     jit_saves: bool = _flag(layout.JIT_SAVES)  # its handler of SIGTERM is transformers' own, for a just-in-time save
+    resumes: bool = _flag(layout.RESUMES)  # the script takes the agent's word for what to resume from
     record_broken: bool = _flag(layout.RECORD_BROKEN)  # what its journal of saves says may not be believed
 
     @property

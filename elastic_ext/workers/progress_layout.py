@@ -10,7 +10,7 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 12
+VERSION = 13
 ROW_BYTES = 2048
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
@@ -95,9 +95,10 @@ OUTSTANDING_BEGUN = COPIES + 11  # 1: it does not wait for the worker's own devi
 SAMPLES = COPIES + 12  # samples of when this worker issued its collectives, written to worker_env.issued_path
 JIT_SAVES = COPIES + 13  # 1: SIGTERM only begins transformers' just-in-time save; see `runner.saves_just_in_time`
 RECORD_BROKEN = COPIES + 14  # 1: a line of the record of saves could not be written: none of it may be believed
+RESUMES = COPIES + 15  # 1: the script takes the agent's word for what to resume from, so None makes it begin from nothing
 
 # Written by the agent.
-AGENT_FIELDS = COPIES + 15
+AGENT_FIELDS = COPIES + 16
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 REPEATED = AGENT_FIELDS + 1  # how many of the first steps were done before the restart
 

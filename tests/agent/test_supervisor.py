@@ -461,7 +461,7 @@ def test_the_newest_checkpoint_goes_to_every_worker(tmp_path):
     assert re.findall("kept .*", job.out) == ["kept attempt_0", "kept attempt_1"]
     assert "step_9.pt" in job.err
     torch.load(checkpoints / "step_7.pt")
-    assert sorted(os.listdir(checkpoints)) == ["step_6.pt", "step_7.pt", "step_9.pt"]
+    assert sorted(os.listdir(checkpoints)) == [".elastic_ext", "step_6.pt", "step_7.pt", "step_9.pt"]
 
 
 @pytest.fixture

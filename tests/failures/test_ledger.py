@@ -363,6 +363,33 @@ def test_another_path_is_no_way_back(kind):
     assert verdict.ends_job == (kind == "numeric")
 
 
+LACKS = "[Errno 2] No such file or directory: '{}/optimizer.pt'"
+
+
+@pytest.mark.parametrize(
+    ("resumed_from", "named", "done", "blamed"),
+    [
+        ("/c/checkpoint-5", "/c/checkpoint-5", False, 1),
+        ("s3://b/c/checkpoint-5", "b/c/checkpoint-5", False, 1),
+        ("/c/checkpoint-5", "/c/checkpoint-55", False, 0),
+        ("/c/checkpoint-5", "/data", False, 0),
+        ("", "/c/checkpoint-5", False, 0),
+        ("/c/checkpoint-5", "/c/checkpoint-5", True, 0),  # it may have been about to write it
+    ],
+)
+def test_a_file_that_the_checkpoint_lacks(resumed_from, named, done, blamed):
+    """The checkpoint is blamed before the code. What the one before it lacks, too, is a bug."""
+    rules, ledger = dataclasses.replace(RULES, nodes=1, min_nodes=1, members=1), Ledger()
+    found = report("ha", "FileNotFoundError", LACKS.format(named), resumed_at=5, exit_code=1, first_step_done=done)
+    told = decode_report(encode_report(dataclasses.replace(found, resumed_from=resumed_from)))
+    ledger, verdict = judge({"a": told}, ledger, rules, 1)
+    assert (verdict.ends_job, verdict.decision.checkpoints_back) == (False, blamed)
+    assert ("the checkpoint that it resumed from lacks it" in verdict.decision.reason) is bool(blamed)
+    older = report("ha", "FileNotFoundError", LACKS.format("/c/checkpoint-4"), resumed_at=4, exit_code=1, first_step_done=False)
+    _, verdict = judge({"a": dataclasses.replace(older, resumed_from="/c/checkpoint-4")}, ledger, rules, 2)
+    assert (verdict.decision.exit_code, verdict.decision.checkpoints_back) == (65, 0)
+
+
 def test_a_repair_gives_a_new_budget():
     rules = Circumstances(2, nodes=4, members=4, min_nodes=4)
     ledger, verdicts = again({"a": report("ha", xids=(79,), step=5, resumed_at=0)}, 3, rules)

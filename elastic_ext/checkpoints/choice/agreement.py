@@ -90,6 +90,8 @@ class NodeInRound:
     # refused, saved: see `Offers`.
     refused: tuple[str, ...] = ()
     saved: NewestSaved | None = decisions.NONE_SAVED
+    restarts: bool = False  # this is not the first round
+    resumes: bool = False  # a script of this job was seen to take our word for what to resume from
 
 
 def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRound) -> Resumption:
@@ -99,7 +101,8 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
 
     Raises:
         BadCheckpoints: checkpoints exist, but none may be used.
-        UsageError: a setting is wrong, or this node does not see the checkpoint that the others see.
+        UsageError: a setting is wrong; this node does not see the checkpoint that the others see; the job restarts, and only the
+            user can say from which checkpoint.
         StorageAway: the storage has not answered for AWAY_S, and no copy in memory makes up for that.
         OSError: the storage refuses in another way (on node 0; a UsageError on the others).
         RoundOver: the round ended before all nodes knew the answer.
@@ -156,7 +159,7 @@ class _NodeSide:
         local_dir = settings.local_dir if not settings.resume_from else None  # which overrides it
         self._local = open_storage(local_dir) if local_dir is not None else None
         self._memory = open_storage(place.memory) if place.memory else None
-        self._remote = RemoteTier(settings, checkpoint_dir, run_id)
+        self._remote = RemoteTier(settings, checkpoint_dir, run_id, place)
         self.lost = ""  # see `Resumption`; set by `decide`
 
     @cached_property
@@ -308,7 +311,8 @@ def _from_local_dirs(received: Sequence[Offers], quarantined: Collection[str]) -
 class RemoteTier:
     """`checkpoint_dir`, the tier that all nodes share, in one agreement. It is opened when first needed."""
 
-    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str) -> None:
+    def __init__(self, settings: Settings, checkpoint_dir: str, run_id: str, place: NodeInRound) -> None:
+        self._place = place
         self._settings, self._checkpoint_dir, self._run_id = settings, checkpoint_dir, run_id
         self._entries: list[Entry] = []
         self.has_answered = False  # whether `refresh` has listed it
@@ -369,6 +373,11 @@ class RemoteTier:
                 f"no checkpoint in {self._checkpoint_dir} may be used: {listed}. Starting from scratch would lose the work: "
                 "inspect them (elastic-ext checkpoints ls, verify), lift a quarantine, or set resume_from=none"
             )
+        if choice.question and self._place.restarts:
+            how = f"{choice.question}, or resume_from to one of them, or resume_from=none to begin from nothing"
+            if self._place.resumes:
+                raise UsageError(f"only you can say from which checkpoint to go on: {how}")
+            logger.error("elastic_ext: only you can say from which checkpoint to go on: %s; your script gets none", how)
         reason = f"no complete checkpoint in {self._checkpoint_dir}"[: decisions.MAX_TEXT // 2]
         seen = choice.question or listing.seen_in(self.storage, self._settings.checkpoint_pattern)
         if choice.passed_over:

@@ -27,6 +27,7 @@ A copy in memory is whole if each part is on some node. Its workers send each ot
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -42,6 +43,7 @@ from elastic_ext.checkpoints.formats import candidates
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, family_of, numbers_of, step_of, words_of
 from elastic_ext.checkpoints.storage import Entry
 
+MOST_BY_CONTENT = 8  # members of a family that are all looked at, to order them by the steps that they say themselves
 OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
 
 
@@ -145,6 +147,7 @@ def choose(
     pattern: str = "",
     tracked: Collection[str] = (),
     glance: Callable[[Entry], Inspection] | None = None,
+    alike: Callable[[Entry, Entry], bool] = lambda one, other: False,
 ) -> Choice:
     """Choose the newest complete candidate.
 
@@ -157,7 +160,9 @@ def choose(
         pattern: the setting checkpoint_pattern.
         tracked: names that a tool's own file names as its newest.
         glance: the same as `inspect`, without reading the content; to compare with an older one.
+        alike: returns whether two candidates have the same bytes, so that the second one of a person's hand is no newer.
     """
+    inspect = functools.cache(inspect)
     listed = list(entries)
     passed_over = [PassedOver(entry.path, entry.unusable) for entry in listed if entry.unusable]
     found = families([entry for entry in listed if not entry.unusable], pattern)
@@ -165,11 +170,15 @@ def choose(
     for family in found:
         if contenders and not _may_matter(family, contenders):
             continue
-        for older, entry in enumerate(family.members, 1):
-            before = map(glance or inspect, family.members[older : older + OLDER])
+        members, question = _by_content(family, inspect)
+        if question:
+            return Choice(None, tuple(passed_over), question)
+        for older, entry in enumerate(members, 1):
+            before = map(glance or inspect, members[older : older + OLDER])
             inspection = beside_older(entry, inspect(entry), before, entry.name in tracked)
             if inspection.complete:
-                contenders.append(Contender(family, entry, inspection, entry.name in tracked))
+                if not _is_copy(entry, step_in(entry, inspection, ""), family, found, alike):
+                    contenders.append(Contender(family, entry, inspection, entry.name in tracked))
                 break
             if inspection.format != UNKNOWN or inspection.distrusted or step_of(entry.name) is not None:
                 passed_over.append(PassedOver(entry.path, inspection.reason, inspection.distrusted))
@@ -180,6 +189,30 @@ def choose(
     if question:
         return Choice(None, tuple(passed_over), question)
     return Choice(_resume(best, pattern, len(found)), tuple(passed_over))
+
+
+def _by_content(family: NameFamily, inspect: Callable[[Entry], Inspection]) -> tuple[Sequence[Entry], str]:
+    """Return the members, newest first, and a question. Steps that they say themselves go before numbers without a word."""
+    members = family.members
+    if family.unit or not 1 < len(members) <= MOST_BY_CONTENT:
+        return members, ""
+    found = {entry: inspection for entry in members if (inspection := inspect(entry)).complete}
+    steps = {inspection.step for inspection in found.values()}
+    if len(found) < len(members) or None in steps:
+        return members, ""
+    if len(steps) == 1:
+        names = ", ".join(sorted(entry.name for entry in members))
+        return members, f"{names} are all of step {steps.pop()}, so their numbers count no steps: set resume_from to one of them"
+    return sorted(members, key=lambda each: (found[each].step or 0, or_oldest(found[each].written_at)), reverse=True), ""
+
+
+def _is_copy(
+    entry: Entry, step: int | None, family: NameFamily, found: Sequence[NameFamily], alike: Callable[[Entry, Entry], bool]
+) -> bool:
+    """Return whether an entry has the same bytes as one of another family that has more members, or was written before."""
+    rank = len(family.members), -or_oldest(entry.mtime)
+    others = [each for each in found if each is not family and (len(each.members), -or_oldest(each.members[0].mtime)) > rank]
+    return any(alike(entry, member) for each in others for member in each.members if step_of(member.name) in (step, None))
 
 
 def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspection], tracked: bool = False) -> Inspection:
@@ -203,7 +236,7 @@ def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspectio
 def _may_matter(family: NameFamily, contenders: Sequence[Contender]) -> bool:
     """Return whether a family may still change the choice. Families come with the one first that may contain the newest."""
     best = max(contenders, key=lambda each: each.written_at)
-    if family.newest > best.written_at:
+    if family.newest >= best.written_at:
         return True
     if best.inspection.training is False or is_copy(best.family.pattern):  # it may have to give way
         return True

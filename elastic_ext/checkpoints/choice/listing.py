@@ -10,15 +10,18 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import compile_pattern
-from elastic_ext.checkpoints.choice import decisions
+from elastic_ext.checkpoints.choice import decisions, recorded
 from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import candidates, detect, layouts
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, is_candidate, is_hidden, order_of, says_step, step_of
+from elastic_ext.checkpoints.record.fold import pattern_of
+from elastic_ext.checkpoints.record.stored import RecordBook, RecordVerdict, Trust, files_at
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
 
 NONE = "none"
@@ -62,16 +65,62 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
         found += [each for each in listed if each.name == wanted.resume_from and not (each.unusable or is_hidden(each.name))]
     found = [each for each in found if each.name != wanted.without]
     if wanted.since is not None:
-        found = [entry for entry in found if entry.mtime is None or entry.mtime > wanted.since]
-    inspector = Inspector(storage, wanted, any(entry.name == own_files.MARKERS for entry in listed))
+        # of a directory that is written over in place the time does not change
+        found = [entry for entry in found if entry.is_dir or entry.mtime is None or entry.mtime > wanted.since]
+    marked = any(entry.name == own_files.MARKERS for entry in listed)
+    # our own checkpoints say on their own which is the newest
+    book = RecordBook(storage) if marked and not any(order_of(each.name) for each in found) else None
+    loaded = _loaded(book, listed) if book is not None else []
+    inspector = Inspector(storage, wanted, marked, frozenset(each.name for each in loaded))
+    found += loaded
     if wanted.resume_from:
-        return _asked_for(storage, found, inspector, wanted)
-    choice = decisions.choose(found, inspector, wanted.pattern, tracked(found, trackers), inspector.glance)
+        named = RecordBook(storage) if marked else None
+        return _asked_for(storage, found, lambda each: _by_record(each, inspector(each), named), wanted)
+
+    def by_names(entries: Sequence[Entry]) -> Choice:
+        return decisions.choose(entries, inspector, wanted.pattern, tracked(found, trackers), inspector.glance, alike)
+
+    def alike(one: Entry, other: Entry) -> bool:
+        return _have_same_bytes(storage, one, other)
+
+    choice = recorded.choose(found, book, inspector, by_names, alike, wanted.pattern) if book is not None else by_names(found)
     if any(entry.name == layouts.METADATA or entry.name.endswith(layouts.SHARD_SUFFIX) for entry in listed):
         reason = f"is itself a {candidates.DCP} directory: checkpoint_dir must name the directory above it"
         hint = decisions.PassedOver(storage.address, reason)
         return replace(choice, passed_over=(*choice.passed_over, hint))
     return choice
+
+
+def _loaded(book: RecordBook, listed: Iterable[Entry]) -> list[Entry]:
+    """Return the files of unknown formats that the job has saved, of a kind that its scripts were seen to load."""
+    return [
+        each
+        for each in listed
+        if book.known(each) is not None
+        and pattern_of(each.name) in book.loads
+        and not (each.is_dir or each.unusable or is_hidden(each.name) or is_candidate(each) or each.name.endswith(_OTHERS))
+    ]
+
+
+TAIL = 1 << 16  # bytes at the end of a file: of torch.save, those with the checksums of all tensors
+
+
+def _have_same_bytes(storage: Storage, one: Entry, other: Entry) -> bool:
+    """Return whether two candidates have the same files, by names, sizes and ends. Raises OSError."""
+    if one.parts or other.parts or one.is_link or other.is_link or one.is_dir != other.is_dir:
+        return False  # a link may lead anywhere
+    if not one.is_dir and one.size != other.size:
+        return False
+    first, second = files_at(storage, one.name), files_at(storage, other.name)
+    if {name: each.size for name, each in first.items()} != {name: each.size for name, each in second.items()}:
+        return False
+
+    def end(entry: Entry, name: str, size: int) -> bytes:
+        with storage.open(f"{entry.name}/{name}" if name else entry.name) as file:
+            file.seek(max(0, size - TAIL))
+            return file.read(TAIL)
+
+    return all(end(one, name, each.size) == end(other, name, each.size) for name, each in first.items())
 
 
 def list_entries(storage: Storage) -> list[Entry]:
@@ -113,12 +162,13 @@ def candidates_among(entries: Iterable[Entry], pattern: str = "") -> list[Entry]
 class Inspector:
     """Inspects one candidate: whether it is complete, and whether it may be used.
 
-    marked: whether the directory has any marks. False saves a request per candidate.
+    marked: whether the directory has any marks. False saves a request per candidate. named: names that count in any format.
     """
 
     storage: Storage
     wanted: Wanted = Wanted()
     marked: bool = True
+    named: Collection[str] = ()
 
     def __call__(self, entry: Entry) -> Inspection:
         """Inspect a candidate.
@@ -127,27 +177,29 @@ class Inspector:
             UsageError: a plug-in fails, or this user may not read the candidate.
             OSError: the storage does not give it, or a mark. Whether it is complete is then unknown: it is not passed over.
         """
-        named = entry.name == self.wanted.resume_from or is_named(entry, self.wanted.pattern)
+        asked_for = entry.name in self.named or entry.name == self.wanted.resume_from
+        named = asked_for or is_named(entry, self.wanted.pattern)
         found = detect.check(self.storage, entry, named)
         if found.unreadable is not None:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
-        if not found.complete:
+        if not (found.complete or found.compared):
             return found
         if self.wanted.since is not None and decisions.or_oldest(found.written_at) <= self.wanted.since:
             return Inspection(False, UNKNOWN, "it was written before this run began")
         mark = own_files.quarantine_of(self.storage, entry.name) if self.marked else None
         if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
-            return replace(found, complete=False, reason=f"quarantined: {mark.reason}", distrusted=not mark.from_nothing)
+            reason = f"quarantined: {mark.reason}"
+            return replace(found, complete=False, compared=False, reason=reason, distrusted=not mark.from_nothing)
         try:
             verified = detect.verify(self.storage, entry, self.wanted.verify)
         except FileNotFoundError:
-            return replace(found, complete=False, reason="it disappeared while it was verified")
+            return replace(found, complete=False, compared=False, reason="it disappeared while it was verified")
         if verified.unreadable is not None:
             _refuse_unreadable(entry, verified.unreadable, self.wanted.pattern)
         faults = verified.faults
         if faults:
             reason = f"damaged: {faults[0].file}: {faults[0].reason}"
-            return replace(found, complete=False, reason=reason, distrusted=True)
+            return replace(found, complete=False, compared=False, reason=reason, distrusted=True)
         return found
 
     def glance(self, entry: Entry) -> Inspection:
@@ -168,6 +220,15 @@ def _refuse_unreadable(entry: Entry, error: OSError, pattern: str) -> None:
         raise UsageError(
             f"the checkpoint {entry.path} cannot be read ({error.strerror or error}): let this user read it, or move it away"
         ) from error
+
+
+def _by_record(entry: Entry, inspection: Inspection, book: RecordBook | None) -> Inspection:
+    """Return the inspection of what the user names; as incomplete if the record says that it is of two saves."""
+    if not inspection.complete or book is None or book.known(entry) is None:
+        return inspection
+    verdict = book.verdict(entry)
+    torn = verdict.trust is Trust.TORN
+    return replace(inspection, complete=False, reason=verdict.why, distrusted=True) if torn else inspection
 
 
 def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entry], Inspection], wanted: Wanted) -> Choice:
@@ -382,6 +443,15 @@ def _shown(paths: Sequence[str]) -> str:
 THREADS = 16  # concurrent checks; each mostly waits for the storage
 
 
+class Known(str, Enum):
+    """How a checkpoint is known to be one of a job, the best way first."""
+
+    PROVED = "proved"  # the job saved it, and training went on after that
+    RECORDED = "recorded"  # the job saved it; whether it is whole, its format says
+    CONTENT = "content"  # it says its step itself
+    NAME = "name"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ListedCheckpoint(upkeep.PruneCandidate):
     entry: Entry  # the listed entry
@@ -389,6 +459,8 @@ class ListedCheckpoint(upkeep.PruneCandidate):
     epoch: int | None  # from its content; None if unknown
     generation: int | None  # generation of the group of workers that wrote it; None if it is not ours
     size: int | None  # bytes; None if unknown
+    known: Known  # how it is known
+    ranks: int | None  # number of ranks that wrote it, by the record; None if it is not recorded
 
     @property
     def prune_candidate(self) -> upkeep.PruneCandidate:
@@ -407,9 +479,7 @@ def list_checkpoints(
     trackers = read_trackers(storage, listed)
     present = judged(candidates_among(listed, pattern), listed, trackers)
     newest = tracked(present, trackers)
-    marked = any(entry.name == own_files.MARKERS for entry in listed)
-    pinned: Collection[str] = own_files.pinned_names(storage) if marked else ()
-    quarantined: Collection[str] = own_files.quarantined_names(storage) if marked else ()
+    beside = _beside(storage, listed)
     names = {entry.name for entry in present}
     others = [entry for entry in candidates_among(listed) if entry.name not in names] if pattern else []
     together = _together(decisions.families([*present, *others]))
@@ -423,27 +493,65 @@ def list_checkpoints(
             continue
         after = range(at + 1, min(at + 1 + decisions.OLDER, len(ordered)))
         before = (inspections[each] for each in after if ordered[each][1] is family)
-        seen = decisions.beside_older(entry, inspection, before, entry.name in newest)
+        verdict = beside.verdict(entry)
+        seen = decisions.beside_older(entry, inspection, before, entry.name in newest) if verdict is None else inspection
+        if verdict is not None and verdict.trust is Trust.TORN and seen.complete:
+            seen = replace(seen, complete=False, reason=verdict.why)
         group = together.get(candidates.family_of(entry.name), "")
-        row = ListedCheckpoint(
-            name=entry.name,
-            entry=entry,
-            family=family.pattern,
-            format=seen.format,
-            complete=seen.complete,
-            state="complete" + f", {candidates.NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
-            step=decisions.step_in(entry, seen, pattern),
-            epoch=seen.epoch,
-            generation=order[0] if (order := order_of(entry.name)) else None,
-            size=seen.size,
-            pinned=entry.name in pinned,
-            quarantined=entry.name in quarantined,
-            together=group,
-            apart=apart.get(group, ""),
-            compared=seen.compared,
-        )
+        row = _row(entry, seen, inspection, verdict, pattern)
+        row = replace(row, family=family.pattern, together=group, apart=apart.get(group, ""), linked=beside.is_linked(entry))
+        row = replace(row, pinned=entry.name in beside.pinned, quarantined=entry.name in beside.quarantined)
         found.append(row)
     return tuple(found)
+
+
+def _row(entry: Entry, seen: Inspection, alone: Inspection, verdict: RecordVerdict | None, pattern: str) -> ListedCheckpoint:
+    """Return what is known of one checkpoint. seen, alone: with, and without what lies beside it."""
+    return ListedCheckpoint(
+        name=entry.name,
+        entry=entry,
+        family="",
+        format=seen.format,
+        complete=seen.complete,
+        state="complete" + f", {candidates.NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
+        step=decisions.step_in(entry, seen, pattern),
+        epoch=seen.epoch,
+        generation=order[0] if (order := order_of(entry.name)) else None,
+        size=seen.size,
+        known=_known(verdict, alone, entry),
+        own=verdict is not None or order_of(entry.name) is not None,
+        ranks=len(verdict.save.ranks) if verdict is not None and verdict.save is not None else None,
+        compared=seen.compared,
+    )
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What our own files say of checkpoints, by name; and which names links point to. book: None if there are no such files."""
+
+    linked: frozenset[str]
+    pinned: frozenset[str] = frozenset()
+    quarantined: frozenset[str] = frozenset()
+    book: RecordBook | None = None
+
+    def is_linked(self, entry: Entry) -> bool:
+        return not self.linked.isdisjoint({entry.name, *(part.name for part in entry.parts)})
+
+    def verdict(self, entry: Entry) -> RecordVerdict | None:
+        return self.book.verdict(entry) if self.book is not None and self.book.known(entry) is not None else None
+
+
+def _beside(storage: Storage, listed: Sequence[Entry]) -> _Beside:
+    linked = frozenset(entry.sibling for entry in listed)
+    if not any(entry.name == own_files.MARKERS for entry in listed):
+        return _Beside(linked)
+    return _Beside(linked, own_files.pinned_names(storage), own_files.quarantined_names(storage), RecordBook(storage))
+
+
+def _known(verdict: RecordVerdict | None, inspection: Inspection, entry: Entry) -> Known:
+    if verdict is not None:
+        return Known.PROVED if verdict.trust is Trust.PROVED else Known.RECORDED
+    return Known.CONTENT if inspection.step is not None or order_of(entry.name) is not None else Known.NAME
 
 
 def _inspect_all(

@@ -12,11 +12,12 @@ job, and of later jobs, use them to inform each other about checkpoints:
     pin/NAME.json                in the remote directory: do not prune this checkpoint (`own_files`)
     generation-NNNNNNNN          in the remote directory: a group of workers has opened it (`generations`)
     resume_from/RUN.json         in the remote directory: the resume_from at which a run began (`choice/`)
+    saves/ATTEMPT.ORDER.NAME     in the remote directory: what is recorded of a save of the job (`record/stored`)
     copying, copying_from/NODE   in the remote directory: the checkpoint that the nodes copy there now (`copying/`)
     copied_to                    in a local directory: the remote directory that it belongs to (`tiers`)
     fetched/                     in a local directory: files that other nodes sent for a load (`ranks`)
     choosing, loading/NAME       in a local directory: locks of agents that choose and workers that load (`tiers`)
 
-Only the named module reads and writes each file. The files have no version: fields may be added, and readers ignore unknown
-ones. A mark that cannot be parsed counts as set.
+Only the named module reads and writes each file. But for those of `saves/`, the files have no version: fields may be added, and
+readers ignore unknown ones. A mark that cannot be parsed counts as set.
 """

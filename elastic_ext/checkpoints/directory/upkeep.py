@@ -20,6 +20,7 @@ from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, OWN, UNKNOWN, order_of, order_or_oldest, step_of
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of
 
+NOT_OWN = "no record says that a job has saved it: give its name to have it removed"
 # In these formats an incomplete checkpoint is certainly the leftover of a save. A file may have an unknown format.
 _CERTAIN_FORMATS = (OWN, DCP, HUGGING_FACE)
 
@@ -30,7 +31,8 @@ class PruneCandidate:
 
     family: checkpoints of different families do not compare. together: a name for several families whose checkpoints of one step
     belong together (model, ema, optimizer); "" for none. apart: one of these families that a pattern leaves out; "" for none.
-    compared: it is incomplete only by comparison with what lies beside it.
+    compared: it is incomplete only by comparison with what lies beside it. own: the job has saved it, by its record or its
+    manifest; or the user names it. linked: a link beside it points to it.
     """
 
     name: str
@@ -43,6 +45,8 @@ class PruneCandidate:
     together: str = ""
     apart: str = ""
     compared: bool = False
+    own: bool = True
+    linked: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,9 @@ def plan_prune(
 ) -> tuple[PruneDecision, ...]:
     """Decide which checkpoints to remove. Pure.
 
-    Pinned and quarantined ones stay, and what is of no known format. An incomplete one goes only if a newer one of its family is
-    complete; otherwise it may still be being written. Of families that belong together, a step counts once, if each that has an
+    Only what the job has saved goes, or what the user names. Pinned and quarantined ones stay, what a link points to, and what is
+    of no known format. An incomplete one goes only if a newer one of its family is complete; otherwise it may still be being
+    written. Of families that belong together, a step counts once, if each that has an
     older one has it, and all is complete.
 
     Args:
@@ -87,6 +92,8 @@ def plan_prune(
         elif (candidate.together, candidate.step) in of_pinned and not candidate.pinned:
             kept = "of a step that is pinned"
         remove, reason = (False, kept) if kept else _decide(candidate, newer, max(1, keep_last), keep_every)
+        if remove and not candidate.own:
+            remove, reason = False, f"{reason}, but {NOT_OWN}"
         decisions.append(PruneDecision(candidate.name, remove, reason))
         if candidate.complete and not candidate.quarantined:
             newer_complete[candidate.family] = newer + 1
@@ -115,6 +122,8 @@ def _decide(candidate: PruneCandidate, newer: int, keep_last: int, keep_every: i
         return False, "quarantined: a person must inspect it"
     if candidate.pinned:
         return False, "pinned"
+    if candidate.linked:
+        return False, "a link points to it"
     if candidate.format == UNKNOWN:
         return False, "its format is unknown"
     if candidate.apart:

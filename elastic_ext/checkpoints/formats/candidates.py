@@ -50,13 +50,14 @@ _DATE = re.compile(
 
 # The rank in a name: rank3, mp_rank_00, mp_rank_00_001, tp-0-of-2, shard_1, model_00001-of-00004. `of` gives the number of ranks.
 _RANK = re.compile(
-    r"(?<![A-Za-z])(?<!lora[-_])(?<!adapter[-_])(?:(?P<mp>mp_rank_)(?P<first>[0-9]{2,3})(?P<others>(?:_[0-9]{3})+)(?![0-9])"
-    r"|(?P<word>(?:tp|pp|dp|mp|cp|ep|exp|local|global|zero_pp)?[-_]?[A-Za-z]*rank|tp|pp|dp|mp|cp|shard|part|worker|(?<![0-9])node"
-    r"|rng_states?|random_states?)[-_=.]?"
-    r"(?P<rank>[0-9]{1,6})(?![0-9])(?:[-_]?of[-_]?(?P<total>[0-9]{1,6}))?"
-    r"|(?P<number>[0-9]{1,6})[-_]of[-_](?P<count>[0-9]{1,6}))",
+    r"(?<![A-Za-z])(?<!lora[-_])(?<!adapter[-_])(?:mp_rank_[0-9]{2,3}(?:_[0-9]{3})+(?![0-9])"
+    r"|(?:(?:tp|pp|dp|mp|cp|ep|exp|local|global|zero_pp)?[-_]?[A-Za-z]*rank|tp|pp|dp|mp|cp|shard|part|worker|(?<![0-9])node"
+    r"|rng_states?|random_states?)[-_=.]?[0-9]{1,6}(?![0-9])(?:[-_]?of[-_]?[0-9]{1,6})?"
+    r"|[0-9]{1,6}[-_]of[-_][0-9]{1,6}|__[0-9]{1,6}(?=\.metadata$))",  # the last one is of torch's use_collectives=False
     re.IGNORECASE,
 )
+_OF = re.compile(r"(?<=[0-9])[-_]?of[-_]?", re.IGNORECASE)
+_LAST_WORD = re.compile(r"(?<![A-Za-z])([A-Za-z]{3,})[-_=]?$")  # `ep` may be epochs or experts
 _WORLD = re.compile(r"world_?size[-_=]?([0-9]{1,6})", re.IGNORECASE)
 
 TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pt.tar")
@@ -182,19 +183,17 @@ def rank_name(name: str) -> RankName | None:
     words: list[str] = []
 
     def replaced(match: re.Match[str]) -> str:
-        text, at = match[0], match.start()
-        spans = [match.span(group) for group in ("first", "rank", "number") if match[group]]
-        begin = match.start("others")
-        spans += [(begin + each.start(), begin + each.end()) for each in _DIGITS.finditer(match["others"] or "")]
-        word = (match["word"] or ("mp_rank" if match["mp"] else "of")).lower().strip("-_")
-        total = match["total"] or match["count"] or (world[1] if world is not None and word.endswith("rank") else None)
-        for start, end in reversed(spans):
-            text = f"{text[: start - at]}{ANY}{text[end - at :]}"
-        for start, end in spans:
-            ranks.append(int(name[start:end]))
-            totals.append(int(total) if total else None)
-            words.append(word)
-        return text
+        head, *of = _OF.split(match[0])
+        before = _LAST_WORD.search(name, 0, match.start()) if head.isdigit() else None
+        if before is not None and _UNIT_OF.get(before[1].lower()) in (STEP, EPOCH):
+            return match[0]  # step-200-of-500
+        found = _DIGITS.findall(head)
+        word = head[: head.index(found[0])].strip("-_=.").lower() or ("rank" if head.startswith("__") else "of")
+        total = of[0] if of else world[1] if world is not None and word.endswith("rank") else None
+        ranks.extend(map(int, found))
+        totals.extend([int(total) if total else None] * len(found))
+        words.extend([word] * len(found))
+        return _DIGITS.sub(ANY, head) + match[0][len(head) :]
 
     pattern = _RANK.sub(replaced, name)
     return RankName(pattern, tuple(ranks), tuple(totals), tuple(words)) if ranks else None
@@ -319,8 +318,9 @@ def _axis(names: Sequence[RankName], number: int) -> Sequence[int]:
     # A stage of a pipeline writes what only it has: its files lie beside those of other stages under other names.
     if len(values) == 1 and names[0].words[number].startswith("pp"):
         return sorted(values)
-    total = max((total for total in totals if total is not None), default=max(values) + 1)
-    from_one = names[0].words[number] == "of" and 0 not in values  # model-00001-of-00002
+    # model-00001-of-00002; and of torch's HuggingFaceStorageWriter: shard-00001-model-00001-of-00002
+    from_one = 0 not in values and (names[0].words[number] == "of" or f"shard-{ANY}-model-" in names[0].pattern)
+    total = max((total for total in totals if total is not None), default=max(values) + (not from_one))
     return range(1, total + 1) if from_one else range(max(total, max(values) + 1))
 
 
@@ -357,25 +357,32 @@ def by_pattern(paths: Iterable[str]) -> dict[str, list[RankName]]:
 
 
 def parts_of(paths: Iterable[str]) -> dict[str, frozenset[tuple[int, ...]]]:
-    """Return what the files of a checkpoint are called, with "#" for other numbers than a rank's, and which ranks wrote each.
+    """Return what the files of a checkpoint are called, with "#" for other numbers than a rank's, and the numbers of each file.
 
-    The ranks do not count where the names say how many there are, nor those of random states.
+    Other numbers that all of them have do not count, such as a step. Nor do ranks where the names say how many there are, or of
+    random states.
     """
-    found: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)
+    found: defaultdict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     for path in paths:
         name = rank_name(path)
+        pattern = name.pattern if name is not None else path
         counts = name is not None and None in name.totals and not set(name.words) <= {*_OF_RANDOM}
-        found[re.sub(r"[0-9]+", "#", name.pattern if name is not None else path)].add(name.ranks if name and counts else ())
-    return {pattern: frozenset(ranks) for pattern, ranks in found.items()}
+        others = tuple(map(int, _DIGITS.findall(pattern)))
+        found[_DIGITS.sub("#", pattern)].append((others, name.ranks if name is not None and counts else ()))
+    alike = {pattern: set[int].intersection(*(set(others) for others, _ in each)) for pattern, each in found.items()}
+    return {
+        pattern: frozenset((*(number for number in others if number not in alike[pattern]), *ranks) for others, ranks in each)
+        for pattern, each in found.items()
+    }
 
 
 def lacks(parts: Mapping[str, frozenset[tuple[int, ...]]], older: Mapping[str, frozenset[tuple[int, ...]]]) -> str:
     """Return what a checkpoint lacks that an older whole one has, for people; "" for nothing, or if it has others instead."""
     for pattern in sorted(older):
         if parts.get(pattern, older[pattern]) < older[pattern]:
-            counts = f"{len(parts[pattern])}, not {len(older[pattern])}"
+            counts = f"{pattern}: {len(parts[pattern])}, not {len(older[pattern])}"
             unsaid = "the save did not finish, or the job has shrunk, and nothing in it says which"
-            return f"it has fewer files of ranks than the one before it ({counts}): {unsaid}"
+            return f"it has fewer files than the one before it ({counts}): {unsaid}"
     missing = sorted(older.keys() - parts.keys()) if parts.keys() <= older.keys() else []
     return f"no {missing[0]}, which the one before it has: the save did not finish" if missing else ""
 
@@ -428,7 +435,7 @@ class Inspection:
     training: bool | None = None  # whether it holds the state of an optimizer; None: not known
     # what a save may have left out, see `parts_of`; none if it is known to be whole
     parts: Mapping[str, frozenset[tuple[int, ...]]] = field(default_factory=dict)
-    compared: bool = False  # it is incomplete only by what lies beside it
+    compared: bool = False  # it is incomplete only by what lies beside it, or by the times of its files
 
 
 @dataclass(frozen=True)

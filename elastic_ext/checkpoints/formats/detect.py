@@ -101,15 +101,6 @@ def read_manifest(storage: Storage, name: str, files: Collection[str]) -> Manife
     return decode(data) if b'"generation"' in data or layouts.has_shards(files) else None
 
 
-# Of each directory format: whether it has this name and these names in it, and a check, which gets the usable entries in it. The
-# first match wins: our own format and Lightning's also contain the files of torch.distributed.checkpoint.
-_DIRECTORY_FORMATS = (
-    (is_own, check_own),
-    (layouts.is_lightning, layouts.check_lightning),
-    (layouts.is_dcp, layouts.check_shards),
-)
-
-
 def check(storage: Storage, entry: Entry, named: bool = False) -> Inspection:
     """Check one candidate. An unreadable one is incomplete, with the reason. Raises UsageError if a plug-in fails.
 
@@ -137,9 +128,8 @@ def _check_directory(storage: Storage, entry: Entry, named: bool) -> Inspection:
     names = [item.name for item in content]
     if layouts.UNFINISHED in names:
         return Inspection(False, HUGGING_FACE, f"{layouts.UNFINISHED} is there: the save did not finish")
-    for matches, check_format in _DIRECTORY_FORMATS:
-        if matches(entry.name, names):
-            return check_format(storage, entry, content)
+    if is_own(entry.name, names):  # it also contains the files of torch.distributed.checkpoint
+        return check_own(storage, entry, content)
     layout = layouts.layout_of(entry.name, layouts.top_names(content))
     found = layouts.check(storage, entry, content, layout) if layout is not None else None
     if named and (found is None or (not found.complete and found.format in (UNKNOWN, SAVED_MODEL))):
@@ -345,8 +335,9 @@ def _plan_by_metadata(storage: Storage, checkpoint: Entry, found: Mapping[str, E
     """Plan by each `.metadata`, which lies beside its shards, maybe in a subdirectory. Read all other files as they are."""
     files = [_File(name, entry.size) for name, entry in found.items() if not name.endswith(layouts.SHARD_SUFFIX)]
     faults = []
-    for folder in sorted(name.removesuffix(layouts.METADATA) for name in found if f"/{name}".endswith(f"/{layouts.METADATA}")):
-        items = layouts.read_metadata(storage, f"{checkpoint.name}/{folder}", found[folder + layouts.METADATA]).items
+    for metadata in sorted(name for name in found if layouts.is_metadata(name.rpartition("/")[2])):
+        folder = metadata[: metadata.rfind("/") + 1]
+        items, _ = layouts.read_metadata(storage, f"{checkpoint.name}/{folder}", found[metadata])
         for file in sorted({item.file for item in items}):
             name = folder + file
             if name in found:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.formats import candidates, single_files
@@ -19,12 +19,15 @@ from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, LIGHTN
 from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, SAFETENSORS_SUFFIX, PeekError, StandIn, is_count, peek
 from elastic_ext.checkpoints.storage import Entry, Storage, thread_pool
 
-# Directories of torch.distributed.checkpoint, and of Lightning's FSDP strategy. Their tensors are in shards (`*.distcp`), and
-# `.metadata` says where each tensor lies in them. It is renamed into place after every rank has written its shards, so its
-# presence marks the end of the save (`FileSystemWriter.finish` in torch/distributed/checkpoint/filesystem.py).
+# Directories of torch.distributed.checkpoint. Their tensors are in shards (`*.distcp`), and `.metadata` says where each one is.
+# It is renamed into place after every rank has written its shards, so its presence marks the end of the save
+# (`FileSystemWriter.finish` in torch/distributed/checkpoint/filesystem.py). With use_collectives=False there is none, but each
+# rank ends its own part with a `__N.metadata`.
 
 METADATA = ".metadata"
 SHARD_SUFFIX = ".distcp"
+_METADATA = r"(__\d+)?\.metadata"  # `.metadata`, or that of one rank
+_SHARDS = rf"{_METADATA}(\.tmp)?|.+\.distcp"
 _OPTIMIZER_KEYS = re.compile(r"optim|exp_avg|momentum|param_groups", re.IGNORECASE)  # in keys of a state with an optimizer's
 
 
@@ -37,47 +40,58 @@ class Item:
     length: int
 
 
-@dataclass(frozen=True)
-class Metadata:
-    """What a `.metadata` says. items: none if a storage writer other than torch's own wrote it. keys: of the saved state."""
-
-    items: tuple[Item, ...] = ()
-    keys: tuple[str, ...] = ()
-
-
-def is_dcp(name: str, names: Sequence[str]) -> bool:
+def is_dcp(name: str, names: Iterable[str]) -> bool:
     """Return whether torch.distributed.checkpoint wrote a directory with these names, complete or not."""
-    return any(each.endswith((METADATA, f"{METADATA}.tmp", SHARD_SUFFIX)) for each in names)
+    return any(re.fullmatch(_SHARDS, each) for each in names)
 
 
-def check_dcp(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
-    """Check that `.metadata` and all the bytes that it refers to exist. Raises OSError."""
-    metadata = next((item for item in content if item.name == METADATA), None)
-    if metadata is None:
-        return Inspection(False, DCP, f"no {METADATA}, the save did not finish")
-    if metadata.size == 0:
-        return Inspection(False, DCP, f"{METADATA} is empty, the save did not finish")
+def is_metadata(name: str) -> bool:
+    """Return whether a name is `.metadata`, or that of one rank."""
+    return re.fullmatch(_METADATA, name) is not None
+
+
+def metadata_files(names: Collection[str]) -> list[str]:
+    """Return the names of `.metadata`, or of those of all ranks with shards among these names; also of those that are missing."""
+    found = set(filter(is_metadata, names))
+    if METADATA in found or not found:
+        return [METADATA]
+    return sorted(found | {f"{shard[0]}{METADATA}" for name in names if (shard := re.match(r"__\d+(?=_.*\.distcp$)", name))})
+
+
+def _check_shards(storage: Storage, tree: Tree, folder: str, content: Sequence[Entry]) -> Inspection:
+    """Check that `.metadata` and all the bytes that it refers to exist. Raises TornCheckpoint, OSError."""
+    there, where = {item.name: item for item in content}, f"{folder}: " * bool(folder)
+    items: list[Item] = []
+    keys: list[str] = []
     shards = {item.name: item.size for item in content if item.name.endswith(SHARD_SUFFIX) and item.size > 0}
+    markers = metadata_files(there)
+    for marker in markers:
+        if marker not in there or there[marker].size == 0:
+            said = f"{marker} is empty" if marker in there else f"no {marker}"
+            raise TornCheckpoint(f"{where}{said}, the save did not finish")
     if not shards:
-        return Inspection(False, DCP, f"{METADATA} without any non-empty {SHARD_SUFFIX} file: the data is missing")
-    try:
-        parsed = read_metadata(storage, entry.name, metadata)
-    except PeekError as error:
-        return Inspection(False, DCP, f"{METADATA} is damaged: {error}")
+        raise TornCheckpoint(f"{where}{METADATA} without any non-empty {SHARD_SUFFIX} file: the data is missing")
+    for marker in markers:
+        try:
+            found = read_metadata(storage, f"{tree.name}/{folder}", there[marker])
+        except PeekError as error:
+            raise TornCheckpoint(f"{where}{marker} is damaged: {error}") from error
+        items += found[0]
+        keys += found[1]
     needed: dict[str, int] = {}  # bytes of each file
-    for item in parsed.items:
+    for item in items:
         needed[item.file] = max(needed.get(item.file, 0), item.offset + item.length)
     faults = [f"{file} has {shards.get(file, 0)} bytes of {size}" for file, size in needed.items() if shards.get(file, 0) < size]
     if faults:
-        return Inspection(False, DCP, summary(faults))
-    training = any(_OPTIMIZER_KEYS.search(key) for key in parsed.keys) if parsed.keys else None
-    reason = f"{METADATA} present, {len(shards)} shard files" + f", {NO_OPTIMIZER}" * (training is False)
-    size = sum(item.size for item in content if not item.is_dir)
-    return Inspection(True, DCP, reason, metadata.mtime, size=size, training=training)
+        raise TornCheckpoint(where + summary(faults))
+    return Inspection(True, DCP, "", training=any(map(_OPTIMIZER_KEYS.search, keys)) if keys else None)
 
 
-def parse_metadata(data: bytes) -> Metadata:
-    """Parse a `.metadata`. Raises PeekError."""
+def parse_metadata(data: bytes) -> tuple[list[Item], list[str]]:
+    """Return the items of a `.metadata`, none if it is not by torch's own writer; and the keys of the saved state.
+
+    Raises PeekError.
+    """
     value = peek(data).value
     stored, keys = (value.field(name) if isinstance(value, StandIn) else None for name in ("storage_data", "state_dict_metadata"))
     found = []
@@ -86,44 +100,17 @@ def parse_metadata(data: bytes) -> Metadata:
             file, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
             if type(file) is str and is_count(offset) and is_count(length):
                 found.append(Item(file, offset, length))
-    return Metadata(tuple(found), tuple(key for key in keys if isinstance(key, str)) if isinstance(keys, dict) else ())
+    return found, [key for key in keys if isinstance(key, str)] if isinstance(keys, dict) else []
 
 
-def read_metadata(storage: Storage, folder: str, metadata: Entry) -> Metadata:
-    """Return what the `.metadata` of a folder says; nothing if it is too large to read. Raises PeekError, OSError."""
-    if metadata.size > MAX_BYTES:
-        return Metadata()
-    return parse_metadata(storage.read(f"{folder.rstrip('/')}/{METADATA}"))
+def read_metadata(storage: Storage, folder: str, metadata: Entry) -> tuple[list[Item], list[str]]:
+    """Return what a `.metadata` in a folder says; nothing if it is too large to read. Raises PeekError, OSError."""
+    return ([], []) if metadata.size > MAX_BYTES else parse_metadata(storage.read(f"{folder.rstrip('/')}/{metadata.name}"))
 
 
 def has_shards(names: Iterable[str]) -> bool:
     """Return whether a shard is among these names."""
     return any(each.endswith(SHARD_SUFFIX) for each in names)
-
-
-# Those of Lightning's FSDP strategy: those of torch, and `meta.pt`, the unsharded values.
-
-META = "meta.pt"  # lightning/fabric/strategies/fsdp.py, _METADATA_FILENAME
-
-
-def is_lightning(name: str, names: Sequence[str]) -> bool:
-    """Return whether Lightning wrote a directory with these names, complete or not."""
-    return (META in names or ("=" in name and name.endswith(".ckpt"))) and is_dcp(name, names)
-
-
-def check_lightning(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
-    """Check the shards and `meta.pt`. Raises OSError."""
-    shards = check_dcp(storage, entry, content)
-    if not shards.complete:
-        return replace(shards, format=LIGHTNING)
-    meta = next((item for item in content if item.name == META), None)
-    if meta is None:
-        return replace(shards, complete=False, format=LIGHTNING, reason=f"no {META}, the save did not finish")
-    with storage.open(f"{entry.name}/{META}") as file:
-        rest = single_files.check(meta, file)
-    if not rest.complete:
-        return replace(rest, format=LIGHTNING, reason=f"{META}: {rest.reason}")
-    return replace(shards, format=LIGHTNING, step=rest.step, epoch=rest.epoch)
 
 
 # Those of other tools.
@@ -132,6 +119,7 @@ ACCELERATE, DEEPSPEED, MEGATRON, NEMO = "accelerate", "DeepSpeed", "Megatron", "
 NANOTRON, TORCHTUNE = "nanotron", "torchtune"
 FILES = "directory of files"  # of torch.save, of safetensors, of torch.distributed.checkpoint in folders
 
+MAX_JSON = 1 << 18  # bytes of a JSON file that is read to see whether it is whole
 MAX_FILES = 20_000  # no checkpoint of training has more; a directory of data may
 INDEX_SUFFIX = ".index.json"
 _CHECKED = (*candidates.TORCH_SAVE_SUFFIXES, ".pkl", SAFETENSORS_SUFFIX)
@@ -141,6 +129,9 @@ UNFINISHED = "checkpoint-is-incomplete.txt"
 """Of the same, with `enable_jit_checkpoint`: there while that save writes, maybe over an older one of the same step
 (`CheckpointManager.execute_jit_checkpoint` in transformers/trainer_jit_checkpoint.py, 5.0 to 5.24)."""
 _LAST = ("latest", STATE)  # "latest": of DeepSpeed, which writes it once all ranks are done
+
+# A part of the weights of a Hugging Face model, of which `save_pretrained` writes the index last.
+_NUMBERED = re.compile(r"((?:.*/)?(?:diffusion_)?(?:pytorch_)?model)-\d+-of-(\d+)\.(safetensors|bin)")
 
 # Files with the state of an optimizer, by their paths; and files whose `step` is not that of the training.
 _OPTIMIZER = re.compile(r"optim|_states\.pt$|recipe_state", re.IGNORECASE)
@@ -162,17 +153,12 @@ class Tree:
     folders: frozenset[str] = frozenset()  # their relative paths
 
     @property
-    def top(self) -> list[str]:
-        """The names directly in the directory; those of folders end with a slash."""
-        return [name for name in self.files if "/" not in name] + [f"{name}/" for name in self.folders if "/" not in name]
-
-    @property
     def shard_folders(self) -> dict[str, list[Entry]]:
         """The folders that torch.distributed.checkpoint wrote, "" for the directory itself, each with the entries in it."""
         found: dict[str, list[Entry]] = {}
         for path, entry in self.files.items():
             found.setdefault(path.rpartition("/")[0], []).append(entry)
-        return {folder: content for folder, content in found.items() if is_dcp(folder, [each.name for each in content])}
+        return {folder: content for folder, content in found.items() if is_dcp(folder, (each.name for each in content))}
 
     def checked(self) -> list[str]:
         """The paths of all files whose kind can be checked, but for shards."""
@@ -203,18 +189,21 @@ def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
     return Tree(entry.name, files, frozenset(folders))
 
 
-def check_parts(storage: Storage, tree: Tree) -> Inspection:
+def _check_parts(storage: Storage, tree: Tree) -> Inspection:
     """Check all parts; return what those of a whole tree say, of format UNKNOWN if none of them is known.
 
     Raises TornCheckpoint, OSError.
     """
-    _check_indices(storage, tree)
-    _check_names(tree)
+    _check_names(storage, tree)
+    _check_json(storage, tree)
     shards = [_check_shards(storage, tree, *each) for each in sorted(tree.shard_folders.items())]
     paths = tree.checked()
-    files = _check_files(storage, tree)
+    with thread_pool() as pool:
+        files = list(pool.map(lambda path: _check_file(storage, tree, path), paths))
     numbered = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
+    metadata = [path for path in tree.files if path.endswith(METADATA)]
     times = [each.mtime for path, each in tree.files.items() if path.endswith((*_CHECKED, METADATA, SHARD_SUFFIX))]
+    trained = {each.training for each in (*shards, *files)} | {True for path in tree.files if _OPTIMIZER.search(path)}
     return Inspection(
         complete=True,
         format=FILES if shards or any(each is not _FOREIGN for each in files) else UNKNOWN,
@@ -223,8 +212,8 @@ def check_parts(storage: Storage, tree: Tree) -> Inspection:
         step=next((each.step for each in numbered if each.step is not None), None),
         epoch=next((each.epoch for each in numbered if each.epoch is not None), None),
         size=sum(each.size for each in tree.files.values()),
-        training=_training(tree, [*shards, *files]),
-        parts=_parts(tree),
+        training=True in trained or (None if None in trained else False),
+        parts=candidates.parts_of([*paths, *metadata]) if tree.files.keys().isdisjoint(_LAST) else {},
     )
 
 
@@ -239,71 +228,37 @@ def read_json(storage: Storage, tree: Tree, path: str) -> Mapping[str, object]:
     return value
 
 
-def _training(tree: Tree, found: Sequence[Inspection]) -> bool | None:
-    if any(each.training for each in found) or any(_OPTIMIZER.search(path) for path in tree.files):
-        return True
-    return None if any(each.training is None for each in found) else False
+def _check_json(storage: Storage, tree: Tree) -> None:
+    """Check that no small JSON file is cut short. Lines of JSON, each a value of its own, are whole, too."""
+    for path, entry in sorted(tree.files.items()):
+        if path.endswith(".json") and entry.size <= MAX_JSON:
+            text = storage.read(f"{tree.name}/{path}").decode(errors="replace").lstrip()
+            try:
+                json.JSONDecoder().raw_decode(text)
+            except (ValueError, RecursionError) as error:
+                raise TornCheckpoint(f"{path} is cut short: {error}") from error
 
 
-def _parts(tree: Tree) -> Mapping[str, frozenset[tuple[int, ...]]]:
-    if not tree.files.keys().isdisjoint(_LAST):
-        return {}
-    return candidates.parts_of([*tree.checked(), *(path for path in tree.files if path.endswith(METADATA))])
-
-
-def _check_names(tree: Tree) -> None:
-    """Check by the names alone that no rank's file is missing."""
-    by_ranks = candidates.by_pattern(tree.files)
-    for pattern in sorted(by_ranks):
-        missing = candidates.missing_rank(by_ranks[pattern])
-        if missing:
-            raise TornCheckpoint(f"{pattern}: the file of rank {missing} is missing, the save did not finish")
-    missing = candidates.too_few(by_ranks)
-    if missing:
-        raise TornCheckpoint(f"{missing}, the save did not finish")
-
-
-def _check_indices(storage: Storage, tree: Tree) -> None:
-    """Check that every file that an index of sharded weights names exists."""
-    for path in sorted(tree.files):
-        if not path.endswith(INDEX_SUFFIX):
-            continue
+def _check_names(storage: Storage, tree: Tree) -> None:
+    """Check that no rank's file is missing, by the names alone; no index of weights, which comes last, and none that it lists."""
+    for part in filter(None, map(_NUMBERED.fullmatch, sorted(tree.files))):
+        index = f"{part[1]}.{part[3]}{INDEX_SUFFIX}"
+        if int(part[2]) > 1 and index not in tree.files:
+            raise TornCheckpoint(f"no {index} beside {part[0]}, the save did not finish")
+    for path in sorted(path for path in tree.files if path.endswith(INDEX_SUFFIX)):
         weights = read_json(storage, tree, path).get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
             raise TornCheckpoint(f"{path} is damaged: it has no weight_map")
-        folder = path[: len(path) - len(path.rpartition("/")[2])]
-        missing = sorted({folder + file for file in weights.values()} - tree.files.keys())
-        if missing:
-            raise TornCheckpoint(f"{missing[0]} is missing, although {path} lists it")
-
-
-def check_shards(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspection:
-    """Check a directory of torch.distributed.checkpoint, with all other files in it. Raises OSError."""
-    found = check_dcp(storage, entry, content)
-    if not found.complete:
-        return found
-    try:
-        tree = read_tree(storage, entry, content)
-        _check_names(tree)
-        others = [_check_shards(storage, tree, *each) for each in sorted(tree.shard_folders.items()) if each[0]]
-        others += _check_files(storage, tree)
-    except TornCheckpoint as error:
-        return Inspection(False, DCP, str(error))
-    training = found.training or _training(tree, [found, *others])
-    return replace(found, training=training, parts=_parts(tree))
-
-
-def _check_shards(storage: Storage, tree: Tree, folder: str, content: Sequence[Entry]) -> Inspection:
-    path = f"{tree.name}/{folder}".rstrip("/")
-    found = check_dcp(storage, Entry(path, "", True, 0, None), content)
-    if not found.complete:
-        raise TornCheckpoint(f"{folder}: {found.reason}" if folder else found.reason)
-    return found
-
-
-def _check_files(storage: Storage, tree: Tree) -> list[Inspection]:
-    with thread_pool() as pool:
-        return list(pool.map(lambda path: _check_file(storage, tree, path), tree.checked()))
+        folder = path[: path.rfind("/") + 1]
+        absent = sorted({folder + file for file in weights.values()} - tree.files.keys())
+        if absent:
+            raise TornCheckpoint(f"{absent[0]} is missing, although {path} lists it")
+    by_ranks = candidates.by_pattern(tree.files)
+    missing = [(pattern, candidates.missing_rank(by_ranks[pattern])) for pattern in sorted(by_ranks)]
+    faults = [f"{pattern}: the file of rank {rank} is missing" for pattern, rank in missing if rank]
+    fault = faults[0] if faults else candidates.too_few(by_ranks)
+    if fault:
+        raise TornCheckpoint(f"{fault}, the save did not finish")
 
 
 def _check_file(storage: Storage, tree: Tree, path: str) -> Inspection:
@@ -341,6 +296,7 @@ class Layout:
     needs: tuple[str, str] | None = None
     # Returns what else a save that did not finish lacks, or "".
     missing: Callable[[Tree, States], str] = lambda tree, states: _tracked(tree)
+    last: str = ""  # path of a file that the tool writes after weights and optimizer
 
     def claims(self, name: str, top: Iterable[str]) -> bool:
         """Return whether the tool wrote a directory with these names directly in it, complete or not."""
@@ -358,19 +314,21 @@ def _trainer(tree: Tree, states: States) -> str:
     step = states[STATE].get("global_step")
     if not is_count(step):
         return f"{STATE} has global_step {str(step)[:50]}, expected a whole number, 0 or more"
-    top, deepspeed = tree.top, [name for name in tree.top if re.fullmatch(_DEEPSPEED_FOLDER, name)]
+    deepspeed = [folder for folder in tree.folders if re.fullmatch(_DEEPSPEED_FOLDER, f"{folder}/")]
     for folder in deepspeed:
-        if not any(path.startswith(folder) and path.endswith((".pt", ".distcp")) for path in tree.files):
-            return f"{folder.rstrip('/')} holds no .pt file, the save did not finish"
-    if not (deepspeed or tree.shard_folders or any(re.fullmatch(candidates.WEIGHTS, name) for name in top)):
+        if not any(path.startswith(f"{folder}/") and path.endswith((".pt", ".distcp")) for path in tree.files):
+            return f"{folder} holds no .pt file, the save did not finish"
+    # PEFT keeps adapters with names in folders of their own.
+    weights = any(re.fullmatch(candidates.WEIGHTS, path.rpartition("/")[2]) for path in tree.files)
+    if not (deepspeed or tree.shard_folders or weights):
         return "no model weights, the save did not finish"
-    others = [name for name in top if _OTHERS.fullmatch(name)]
+    others = [path for path in tree.files if _OTHERS.fullmatch(path)]
     elsewhere = any(not folder.startswith("pytorch_model_fsdp") for folder in tree.shard_folders if "optim" not in folder)
     if not others or deepspeed or elsewhere:  # stored with the weights
         return ""
     if "scheduler.pt" not in others:
         return "no scheduler.pt beside the other states, the save did not finish"
-    optimizer = any(name.startswith("optimizer") for name in top) or any("optim" in folder for folder in tree.shard_folders)
+    optimizer = any(path.startswith("optimizer") for path in tree.files) or any("optim" in each for each in tree.shard_folders)
     return "" if optimizer else "no optimizer.pt beside the other states, the save did not finish"
 
 
@@ -386,16 +344,21 @@ def _tracked(tree: Tree) -> str:
 # Of no tool that is known: a directory whose name says that it is a checkpoint.
 STEP_DIRECTORY = Layout(FILES, ())
 _STATE_FILE = STATE, re.escape(STATE)
+META = "meta.pt", r"meta\.pt"  # of Lightning's FSDP strategy, beside shards (_METADATA_FILENAME in fabric/strategies/fsdp.py)
 _MODEL_STATES = "*_model_states.pt", r"(.*/)?(.*model_states|layer_\d+.*_states)\.pt"
 
 # The first that claims a directory wins.
 LAYOUTS = (
-    Layout(HUGGING_FACE, (r"trainer_state\.json",), missing=_trainer),
-    Layout(HUGGING_FACE, (_TRAINER_STATES,), r"checkpoint-\d+", needs=_STATE_FILE, missing=_trainer),
+    Layout(LIGHTNING, (_SHARDS, META[1]), needs=META, last=METADATA),
+    Layout(LIGHTNING, (_SHARDS,), r".*=.*\.ckpt", needs=META, last=METADATA),
+    Layout(DCP, (_SHARDS,), last=METADATA),
+    Layout(HUGGING_FACE, (r"trainer_state\.json",), missing=_trainer, last=STATE),
+    Layout(HUGGING_FACE, (_TRAINER_STATES,), r"checkpoint-\d+", needs=_STATE_FILE, missing=_trainer, last=STATE),
     Layout(
         ACCELERATE,
         (rf"random_states_\d+\.pkl|(optimizer|scheduler|sampler)(_\d+)?\.bin|train_state\.json|{_FSDP}",),
         needs=("random_states_0.pkl", r"random_states_\d+\.pkl"),
+        last="random_states_0.pkl",
     ),
     Layout(DEEPSPEED, (r".*_states\.pt",), needs=_MODEL_STATES),
     Layout(DEEPSPEED, ("latest", r"checkpoint/|pytorch_model/"), r".+", needs=_MODEL_STATES),
@@ -420,9 +383,9 @@ def top_names(content: Iterable[Entry]) -> list[str]:
 
 def layout_of(name: str, top: Sequence[str]) -> Layout | None:
     """Return the layout of a directory with these names directly in it; None if it is no checkpoint of a known layout."""
-    if holds_several(name, top):
-        return None
     found = next((layout for layout in LAYOUTS if layout.claims(name, top)), None)
+    if (found is None or found.format not in (DCP, LIGHTNING)) and holds_several(name, top):
+        return None
     if found is not None or not top:
         return found
     says_so = candidates.says_step(name) or not candidates.NAMES.isdisjoint(candidates.words_of(name))
@@ -457,24 +420,28 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         if layout.needs is not None and not any(re.fullmatch(layout.needs[1], path) for path in tree.files):
             raise TornCheckpoint(f"no {layout.needs[0]}, the save did not finish")
         states = {path: read_json(storage, tree, path) for path in _STATES if path in tree.files}
-        found = check_parts(storage, tree)
+        found = _check_parts(storage, tree)
         if layout is STEP_DIRECTORY and found.format == UNKNOWN:
             return unknown
         missing = layout.missing(tree, states)
         if missing:
             raise TornCheckpoint(missing)
+        mixed = _mixed(tree, layout)
+        if mixed:
+            return replace(found, complete=False, format=layout.format, reason=mixed, distrusted=True, compared=True)
     except TornCheckpoint as error:
         return Inspection(False, layout.format, str(error))
     if found.training is False and layout is STEP_DIRECTORY and not candidates.says_step(entry.name):
         return Inspection(False, candidates.SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
     given = [(states[path], keys) for path, keys in _STATES.items() if path in states]
     step, epoch = (_value(given[0][0], key) for key in given[0][1]) if given else (None, None)
-    if step is None and candidates.step_of(entry.name) is None:
+    if step is None and (layout.format == LIGHTNING or candidates.step_of(entry.name) is None):
         step, epoch = found.step, found.epoch if epoch is None else epoch
     found = replace(found, format=layout.format, step=step, epoch=epoch)
+    if layout.last in tree.files:
+        found = replace(found, written_at=tree.files[layout.last].mtime)
     if STATE in states:
-        reason, written_at = f"{STATE} says step {step}, all parts are complete", tree.files[STATE].mtime
-        found = replace(found, reason=reason, written_at=written_at)
+        found = replace(found, reason=f"{STATE} says step {step}, all parts are complete")
     return replace(found, reason=f"{found.reason}, {NO_OPTIMIZER}") if found.training is False else found
 
 
@@ -484,6 +451,50 @@ def _value(state: object, key: str) -> int | None:
     if isinstance(state, float) and 0 <= state < 1e9:
         return int(state)
     return state if is_count(state) else None
+
+
+TICK_S = 2.0  # clocks of two nodes, and of filesystems that count whole seconds, may differ by so much
+GRACE_S, SLOWEST = 30.0, 10e6  # to copy a file takes seconds: GRACE_S, and one for each SLOWEST bytes, at most
+
+# What a save writes first and most of. Weights of another kind (by zero_to_fp32, a merged adapter) may have been added later.
+_BULK = (r"(^|/)optimizer[^/]*$", rf"{SHARD_SUFFIX}$|_states\.pt$", r"(^|/)adapter_model", rf"(^|/)({candidates.WEIGHTS})$")
+
+
+def _mixed(tree: Tree, layout: Layout) -> str:
+    """Return which part is of another save than the rest, for people; "" if none is seen to be."""
+    for folder, content in tree.shard_folders.items():
+        named = metadata_files([each.name for each in content])
+        marker = min((each for each in content if each.name in named), key=lambda each: each.mtime or 0.0)
+        said = younger_than(marker, [each for each in content if each.name.endswith(SHARD_SUFFIX)])
+        if said:
+            return f"{folder}: " * bool(folder) + said
+    kinds = [[each for path, each in tree.files.items() if re.search(kind, path)] for kind in _BULK]
+    weights = next(filter(None, kinds[1:]), [])
+    ends = layout.last in tree.files and layout.last != METADATA
+    return younger_than(tree.files[layout.last], [*kinds[0], *weights]) if ends else ""
+
+
+def younger_than(marker: Entry, parts: Iterable[Entry]) -> str:
+    """Return which part a later save has written over, for people; "" if none is seen. Pure.
+
+    marker: what the tool writes last. A save over an older one leaves the marker of that one until its own end. If it was killed,
+    some parts are older than the marker, and others younger by the time between two saves. In a copy without the times, which may
+    write the marker between the parts, the next part is younger by no more than its copying took: see GRACE_S and SLOWEST.
+
+    If all parts are younger, they are of one save again: the copy wrote the marker first, or the killed save had written all.
+    Two things stay undecided. A copy that was slower, or was interrupted there, is passed over, and the reason says what to do. A
+    mixture of two saves with less time between them is taken.
+    """
+    times = sorted((part.mtime, part.size, part.name) for part in parts if part.mtime is not None)
+    younger = [each for each in times if marker.mtime is not None and each[0] > marker.mtime + TICK_S]
+    if marker.mtime is None or not 0 < len(younger) < len(times):
+        return ""
+    mtime, size, name = younger[0]
+    after = mtime - marker.mtime
+    if after <= GRACE_S + size / SLOWEST:
+        return ""
+    said = f"{name} was written {after:.0f} s after {marker.name}, and other parts before it"
+    return f"{said}: a save over an older one did not finish; if it is a whole copy, touch {marker.name}"
 
 
 def summary(faults: Sequence[str]) -> str:

@@ -61,9 +61,6 @@ class StandIn:
     def __new__(cls, *args: object, **kwargs: object) -> StandIn:
         return super().__new__(cls)
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
     def __call__(self, *args: object, **kwargs: object) -> StandIn:
         """Stand in for a call of an object that was itself the result of a call."""
         return StandIn()
@@ -71,14 +68,10 @@ class StandIn:
     def __setstate__(self, state: object) -> None:
         self.state = state
 
-    def __setitem__(self, key: object, value: object) -> None:
-        """Ignore an item of a dict subclass such as OrderedDict. Such items are not needed."""
+    def append(self, *item: object) -> None:
+        """Ignore an item, or several, of a subclass of list or dict."""
 
-    def append(self, value: object) -> None:
-        """Ignore an item of a list subclass."""
-
-    def extend(self, values: object) -> None:
-        """Ignore items of a list subclass."""
+    __setitem__ = extend = append
 
     def field(self, name: str) -> object:
         """Return a field of a dataclass or plain object, or None. A class with slots has its slot values second."""

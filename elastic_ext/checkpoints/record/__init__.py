@@ -1,5 +1,7 @@
 """The record of saves: what the workers wrote below the directories of checkpoints, and which saves that proves to be whole.
 
 journal.py  read the workers' journals (their lines: see workers/bootstrap/saves.py)
-proof.py    decide from the events of all ranks of a round which saves are proved, and why
+fold.py     what was saved, by the events of all ranks of a round
+proof.py    decide which saves of a round are proved, and why
+stored.py   what is kept of that beside the checkpoints, and whether it still holds (`agent/save_watch.py` writes it)
 """

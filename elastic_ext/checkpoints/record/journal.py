@@ -1,4 +1,4 @@
-"""The reader of the workers' journals of saves. What the lines mean is in workers/bootstrap/saves.py.
+"""The reader of the workers' journals of saves, while they grow. What the lines mean is in workers/bootstrap/saves.py.
 
 A script may write where it should not, and the last line may be torn. So a journal ends with the first line that has no such
 form, and `SaveJournal.damaged` says whether there was one before a torn last line.
@@ -6,16 +6,24 @@ form, and `SaveJournal.damaged` says whether there was one before a torn last li
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from io import FileIO
+from typing import Annotated, NamedTuple
+
+from elastic_ext.base import records
 
 VERSION = 1
+MAX_PART = 1 << 20  # bytes; smaller than records.MAX_BYTES
+_PAGE = 4096  # bytes, the least that a filesystem frees; the first line is shorter
+_PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE: see fallocate(2)
+_LIBC = ctypes.CDLL(None)
 ELSEWHERE = -1  # `at` of a path that is in none of the directories
-_HEAD = re.compile(rf"elastic_ext-saves {VERSION} (-?\d+) (\d+) (\d+)")
+_HEAD = re.compile(rf"elastic_ext-saves {VERSION} (\d+) (\d+) (\d+)\n")
 _ESCAPE = re.compile(r"\\(.)")
 
 
@@ -44,7 +52,8 @@ class JournalLine(NamedTuple):
         who: number of the thread or work item; 0: the main thread.
         in_handler: a signal handler has done it.
         place, to: the path; of a rename, the old one and the new one.
-        number: of a rename, how many files below it were open; of a step, the count at its optimizer's first one.
+        number: of a rename, how many files below it were open; of a step, the count at its optimizer's first one; of a report,
+            the step, -1 if it is unknown.
     """
 
     kind: str
@@ -61,7 +70,8 @@ class JournalLine(NamedTuple):
 class SaveJournal:
     """What one process has noted. parent: pid of the process that forked it; 0: it is the worker itself.
 
-    host: the same text for journals of one host: times of two hosts are not comparable. damaged: some lines could not be read.
+    name: what no other journal of the round is called. host: the same text for journals of one host: times of two hosts are not
+    comparable. damaged: some lines could not be read.
     """
 
     rank: int
@@ -70,6 +80,7 @@ class SaveJournal:
     events: tuple[JournalLine, ...] = ()
     host: str = ""
     damaged: bool = False
+    name: str = ""
 
 
 def _path(text: str) -> str:
@@ -97,10 +108,10 @@ def _nothing(fields: list[str]) -> Mapping[str, object]:
 
 
 _FIELDS: Mapping[str, Callable[[list[str]], Mapping[str, object]]] = {
-    **dict.fromkeys("wpdru", _place),
+    **dict.fromkeys("wlpdru", _place),
     "m": _rename,
-    "s": _step,
-    **dict.fromkeys("efxk", _nothing),
+    **dict.fromkeys("sk", _step),
+    **dict.fromkeys("efx", _nothing),
 }
 
 
@@ -114,33 +125,74 @@ def event_of(line: str) -> JournalLine:
 
 def journal_of(data: bytes, host: str = "") -> SaveJournal | None:
     """Return what is in the file of a journal; None: it is empty or of another version."""
-    head, *lines = data.decode("utf-8", "surrogateescape").split("\n")
-    found = _HEAD.fullmatch(head)
-    if found is None or not lines:  # the first line is torn, too
+    found = _HEAD.match(data.decode("utf-8", "surrogateescape"))
+    if found is None:  # the first line is torn, too
         return None
     rank, pid, parent = map(int, found.groups())
-    events: list[JournalLine] = []
-    damaged = False
-    for line in lines[:-1]:  # what follows the last newline is torn, or empty
-        try:
-            events.append(event_of(line))
-        except (ValueError, KeyError):
-            damaged = True
-            break
-    return SaveJournal(rank, pid, parent, tuple(events), host, damaged)
+    return JournalPart("", rank, pid, parent, data[data.index(b"\n") + 1 :].decode("latin-1")).parsed(host)
 
 
-def read_journals(path: str, host: str = "") -> list[SaveJournal]:
-    """Return the journals of one worker and its forked children. path: as in the worker's message. Raises OSError."""
-    found = []
-    for each in sorted(glob.glob(f"{glob.escape(path)}.*")):
-        with open(each, "rb") as file:
-            journal = journal_of(file.read(), host)
-        if journal is not None:
-            found.append(journal)
-    return found
+@dataclass(frozen=True)
+class JournalPart:
+    """Some lines of a journal, one after the other. name, rank, pid, parent: see `SaveJournal`. lines: its bytes, as latin-1."""
+
+    name: Annotated[str, records.is_name]
+    rank: records.Count
+    pid: records.Count
+    parent: records.Count
+    lines: str
+
+    def parsed(self, host: str = "") -> SaveJournal:
+        """Return the events of these lines. The last one is left out if it has no end."""
+        events: list[JournalLine] = []
+        damaged = False
+        for line in self.lines.encode("latin-1", "replace").decode("utf-8", "surrogateescape").split("\n")[:-1]:
+            try:
+                events.append(event_of(line))
+            except (ValueError, KeyError):
+                damaged = True
+                break
+        return SaveJournal(self.rank, self.pid, self.parent, tuple(events), host, damaged, self.name)
 
 
-def is_running(pid: int) -> bool:
-    """Return whether a process of this id has not ended. It may be another one by now."""
-    return os.path.exists(f"/proc/{pid}")
+class JournalTail:
+    """Reads the journals of one worker and its forked children as they grow, and frees the memory of what it has read."""
+
+    def __init__(self, path: str) -> None:
+        """path: as in the worker's message."""
+        self._path = path
+        self._read: dict[str, int] = {}  # bytes read, by name; behind the first line there
+
+    def read(self) -> list[JournalPart]:
+        """Return what is new, at most MAX_PART bytes of each journal. Raises OSError."""
+        found = []
+        for path in sorted(glob.glob(f"{glob.escape(self._path)}.*")):
+            with open(path, "r+b", buffering=0) as file:
+                part = self._part(os.path.basename(path), file)
+            if part is not None:
+                found.append(part)
+        return found
+
+    def _part(self, name: str, file: FileIO) -> JournalPart | None:
+        first = file.read(_PAGE)
+        head = _HEAD.match(first.decode("utf-8", "surrogateescape"))
+        if head is None:
+            if b"\n" in first:
+                raise OSError(f"{file.name} is no journal of saves: it begins with {first[:40]!r}")
+            return None
+        begin = self._read.get(name, head.end())  # the first line is of ASCII
+        file.seek(begin)
+        data = file.read(MAX_PART)
+        lines = data[: data.rfind(b"\n") + 1]
+        if not lines:
+            return None
+        self._read[name] = end = begin + len(lines)
+        free_pages(file.fileno(), _PAGE, end // _PAGE * _PAGE)
+        rank, pid, parent = map(int, head.groups())
+        return JournalPart(name, rank, pid, parent, lines.decode("latin-1"))
+
+
+def free_pages(file: int, begin: int, end: int) -> None:
+    """Give back the memory of these bytes of a file; its size stays. Where the filesystem cannot do that, nothing happens."""
+    if end > begin:
+        _LIBC.fallocate(file, _PUNCH_HOLE, ctypes.c_int64(begin), ctypes.c_int64(end - begin))

@@ -13,6 +13,7 @@ and each other one begins with KIND, COUNT (the worker's optimizer steps by then
 each thread and work item of a pool, which is never used again (0: the main thread), with "h" behind it within a signal handler:
 
     w AT PATH             opens this file for writing, or truncates it. AT: number of the directory; PATH: relative to it
+    l AT PATH             makes this another name of a file: what is written to one is in the other
     p AT PATH             WHO, which stands for another process, writes this directory or file
     m AT PATH AT PATH N   renames the first to the second; AT is -1: somewhere else. N: how many files below the first it has open
     d AT PATH             removes this file or empty directory
@@ -20,9 +21,10 @@ each thread and work item of a pool, which is never used again (0: the main thre
     u AT PATH             the last `w` or `m` of WHO to this path has not happened
     s FIRST               has made a step. FIRST: the count by which its optimizer had made its own first one
     e                     WHO has ended, and so have those that belong to it: see `writers.py`
-    f                     WHO has ended with an exception
-    x                     the script has returned or left by SystemExit; "h": that of a signal handler
-    k                     the script has reported a save as complete
+    f                     WHO has ended with an exception, and so have those that belong to it
+    x                     the script has returned or left by SystemExit, not with the code of an error (1, 2, a text), nor as it
+                          handled an exception; "h": that of a signal handler. Again when its exit handlers have returned
+    k STEP                the script has reported its save of this step as complete; -1: of an unknown one
 
 In PATH a backslash, a tab and a newline are written as \\\\, \\t and \\n. If a line cannot be written, the record is broken:
 `progress_layout.RECORD_BROKEN`. Then nothing in it may be believed.
@@ -30,6 +32,7 @@ In PATH a backslash, a tab and a newline are written as \\\\, \\t and \\n. If a 
 This file is loaded by path before the script; see `bootstrap.py` for what it may import.
 """
 
+import _thread
 import _weakref
 import os
 import sys
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 VERSION = 1
 MAX_BYTES = 8 << 20
 """Of memory that one journal may take: 100,000 lines. It is shared with what the script itself has there, such as batches."""
+NO_ROOM = "no room for the journal of saves"
 LOOK_BYTES = 1 << 18  # from one look at that to the next
 SAVED_EVENT = "elastic_ext.saved"  # of sys.audit: see `training.saves.report_saved`
 OWN = ".elastic_ext"  # our own files beside the checkpoints
@@ -65,6 +69,7 @@ _FAULTS = (
     TypeError,
     ValueError,
 )
+_NO_FILE = 0, 0  # device and inode of none
 _ABSENT, _DIRECTORY, _FILE, _LINK = 0, 0o040000, 0o100000, 0o120000  # see stat.S_IFMT
 
 
@@ -91,9 +96,9 @@ class SaveRecord:
         self._journal, self._steps, self._report = journal, steps, report
         self._kind, self._writers = writers, writers(self.note)
         self._optimizers: dict[object, int] = {}  # by weak reference: the count by which each had made its first step
-        self._pending = False  # a step must be noted
-        self._since, self._noted = 0, set[int]()  # the count at the first line since; the FIRSTs of steps noted since
-        self._read: set[Place] = set()  # entries
+        self._has_left, self._exit_failed = False, False  # the script has ended; one of its exit handlers has failed
+        self._is_child = False
+        self._seen = _EntriesRead()
 
     def install(self) -> None:
         """Note from now on. This cannot be undone: Python removes no audit hook."""
@@ -123,81 +128,89 @@ class SaveRecord:
             first = self._optimizers.get(key)
             if first is None:
                 first = self._optimizers[key] = self._steps()
+                self._writers.steps.add(self._writers.trains())
                 if len(self._optimizers) > MOST_OPTIMIZERS:
                     self._optimizers = {each: of for each, of in self._optimizers.items() if each() is not None}  # type: ignore[operator]
-            if self._pending:
-                self._note_step(first)
+            if self._writers.steps.wanted:
+                who = self._checked(self._writers.trains())
+                if self._writers.steps.shows(who, first):
+                    self.note("s", who, str(first))
             if self._writers.ended:
                 self._writers.note_ends()
         except _FAULTS as error:
             self.fail(error)
 
-    def _note_step(self, first: int) -> None:
-        who = self._checked()
-        if first not in self._noted:
-            self._noted.add(first)
-            self.note("s", who, str(first))
-        if first <= self._since:  # it trained before: the next step shows nothing new
-            self._pending = False
-
     def left(self, error: "BaseException | None" = None) -> bool:
         """The script has ended. error: what has ended it. Return whether nothing was cut off in its own thread."""
-        if self.off or not (error is None or isinstance(error, SystemExit)):
+        if self.off or not self._kind.ended_well(error):
             return False
         try:
             self._writers.note_ends(looks=2)
             in_handler = error is not None and self._kind.came_from_handler(error)
-            self.note("x", self._checked(), in_handler=in_handler)
+            if not self._exit_failed:
+                self.note("x", self._checked(), in_handler=in_handler)
+            self._has_left = True
         except _FAULTS as fault:
             self.fail(fault)
+            return False
         return not in_handler
 
     # What is about to happen.
 
     def opens(self, path: object, mode: object = "", folder: int = -1) -> None:
         """A file is about to be opened for writing. mode: None if os.open does, whose event does not have `dir_fd`."""
+        if type(path) is str and self.places.is_elsewhere(path):
+            return
         found = self.places.candidates(path) if mode is None else [self.places.find(path, folder)]
         for place, full in found:
             kind = _kind_of(full) if place[0] >= 0 else _DIRECTORY
             if kind != _DIRECTORY:  # opened for a temporary file in it, whose own name comes next
                 who = self._checked()
                 self.note("w", who, *_fields(place), in_handler=self._writers.in_handler())
-                who.unsure = ("w", place, full) if kind == _ABSENT else None
+                who.unsure = (place, lambda full=full: _kind_of(full) == _ABSENT) if kind == _ABSENT else None
                 self._changed(place)
 
-    def makes_link(self, path: object, folder: int = -1) -> None:
-        place, _ = self.places.find(path, folder, follow=False)
-        if place[0] >= 0:
-            self.note("w", self._checked(), *_fields(place))
+    def makes_link(self, kind: str, path: object, folder: int = -1) -> None:
+        """kind: w or l."""
+        place, full = self.places.find(path, folder, follow=False)
+        if place[0] >= 0 and _kind_of(full) == _ABSENT:  # else it fails
+            self.note(kind, self._checked(), *_fields(place), in_handler=self._writers.in_handler())
             self._changed(place)
 
     def renames(self, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
         before, source_path = self.places.find(source, source_fd, follow=False)
-        after, _ = self.places.find(target, target_fd, follow=False)
-        if (before[0] < 0 and after[0] < 0) or _kind_of(source_path) == _ABSENT:
+        after, target_path = self.places.find(target, target_fd, follow=False)
+        if before[0] < 0 and after[0] < 0:
+            return
+        moved = _identity_at(source_path)
+        if moved == _NO_FILE:
             return
         who = self._checked()
         onto_entry = before[0] >= 0 and after[0] >= 0 and "/" not in after[1]
         files = _open_below(source_path) if onto_entry else 0
         self.note("m", who, *_fields(before), *_fields(after), str(files), in_handler=self._writers.in_handler())
-        who.unsure = "m", after, source_path
+        who.unsure = after, lambda: _has_stayed(moved, source_path, target_path)
         self._changed(after)
 
     def removes(self, path: object, folder: int = -1) -> None:
         place, full = self.places.find(path, folder, follow=False)
         if place[0] >= 0 and _kind_of(full) != _ABSENT:
-            self.note("d", self._checked(), *_fields(place))
+            self.note("d", self._checked(), *_fields(place), in_handler=self._writers.in_handler())
             self._changed(place)
 
     def reads(self, path: str) -> None:
-        place, full = self.places.find(path)
-        entry = place[0], place[1].partition("/")[0]
-        if place[0] < 0 or entry in self._read or _kind_of(full) != _FILE:
+        """path: absolute, or relative to the current directory."""
+        if path[:1] != "/":
+            path = f"{_directory_of(-1)}/{path}"
+        if not path.startswith(self.places.prefixes) or self._seen.has(path):
             return
-        if len(self._read) >= MOST_PLACES:
-            self._read.clear()
-        self._read.add(entry)
-        self.note("r", self._writers.this(), *_fields(place))
+        place, full = self.places.find(path)
+        if (
+            place[0] >= 0
+            and _kind_of(full) == _FILE
+            and self._seen.add(place, path if self.places.has_no_link(path, place) else "")
+        ):
+            self.note("r", self._writers.this(), *_fields(place))
 
     def hands_over(self, path: object) -> "Callable[[WatchedFuture], None]":
         """Another process will write this. Return what is to be called with its future."""
@@ -209,27 +222,35 @@ class SaveRecord:
         self._changed(place)
         return lambda future: self._writers.follow(who, future)
 
-    def reports_saved(self, *_: object) -> None:
-        self.note("k", self._checked())
+    def reports_saved(self, step: object = None, *_: object) -> None:
+        self.note("k", self._checked(), str(int(step)) if isinstance(step, int) and step >= 0 else "-1")
+
+    def ignores(self, unraisable: object) -> None:
+        """Python ignores an exception: that of an exit handler, or of a thread without a Thread object, which it has ended."""
+        said = str(getattr(unraisable, "err_msg", ""))
+        if self._has_left or "thread started by" in said:
+            self._exit_failed |= self._writers.fails() and self._has_left
+
+    def replaces_process(self, path: object, *_: object) -> None:
+        """What a child runs after os.exec is just another program that is not seen; but of the worker, nothing is seen then."""
+        if not self._is_child and (isinstance(path, int) or _kind_of(os.fsdecode(path)) != _ABSENT):  # type: ignore[arg-type]
+            self._break("the script replaces its process (os.exec), and what runs after that is not seen")
 
     def check(self, *_: object) -> None:
         """Take back what this thread was about to do last, if it has not been done."""
         self._checked()
 
-    def _checked(self) -> "SaveWriter":
-        who: SaveWriter = self._writers.this()
+    def _checked(self, writer: "SaveWriter | None" = None) -> "SaveWriter":
+        who: SaveWriter = writer or self._writers.this()
         if who.unsure is not None:
-            (kind, place, path), who.unsure = who.unsure, None
-            is_absent = _kind_of(path) == _ABSENT
-            if is_absent == (kind == "w"):
+            (place, has_failed), who.unsure = who.unsure, None
+            if has_failed():
                 self.note("u", who, *_fields(place))
         return who
 
     def _changed(self, place: "Place") -> None:
-        self._read.discard((place[0], place[1].partition("/")[0]))
-        if not self._pending:
-            self._pending, self._since = True, self._steps()
-        self._noted.clear()
+        self._seen.forget(place)
+        self._writers.steps.want(self._steps())
 
     # The journal.
 
@@ -243,20 +264,26 @@ class SaveRecord:
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Break the record because of this error. But one that a signal handler has raised meanwhile goes on to the script."""
-        if self._kind.came_from_handler(error):
+        """Break the record because of this error.
+
+        But one that a signal handler or another thread (PyThreadState_SetAsyncExc) has raised meanwhile goes on to the script.
+        That of another thread mostly has no arguments; errors of Python itself have some.
+        """
+        if not error.args or type(error).__module__ != "builtins" or self._kind.came_from_handler(error):
             raise error
+        self._break(f"{type(error).__name__}: {error}")
+
+    def _break(self, why: str) -> None:
         if not self.off:
             self.off = True
-            self._report(f"{type(error).__name__}: {error}")
+            self._report(why)
 
     def _forked(self) -> None:
         """In a child that the script has forked: it gets a journal of its own, once there is something to note."""
         if self.off:
             return
         self._writers, self._journal = self._kind(self.note), self._journal.of_child()
-        self._pending = False
-        self._noted.clear()
+        self._is_child = True
         if "multiprocessing.util" in sys.modules:
             self._journal.begun = self._follow_child
 
@@ -268,6 +295,38 @@ class SaveRecord:
                 self.left()
 
         sys.modules["multiprocessing.util"].Finalize(None, over, exitpriority=-1000)
+
+
+class _EntriesRead:
+    """Which entries were read, each noted once until it is written again."""
+
+    def __init__(self) -> None:
+        self._entries: set[Place] = set()
+        self._paths: set[str] = set()  # of their files and folders, as the script names them; those without links
+
+    def has(self, path: str) -> bool:
+        """Return whether that is known of this absolute path without a long look."""
+        return path in self._paths or (path.rpartition("/")[0] in self._paths and _kind_of(path) != _LINK)
+
+    def add(self, place: "Place", path: str) -> bool:
+        """Return whether its entry is new. path: of the file, if it has no links."""
+        entry = place[0], place[1].partition("/")[0]
+        is_new = entry not in self._entries
+        if is_new and len(self._entries) >= MOST_PLACES:
+            self._entries.clear()
+            self._paths.clear()
+        self._entries.add(entry)
+        if path:
+            if len(self._paths) >= MOST_PLACES:
+                self._paths.clear()
+            self._paths |= {path, path.rpartition("/")[0]}
+        return is_new
+
+    def forget(self, place: "Place") -> None:
+        entry = place[0], place[1].partition("/")[0]
+        if entry in self._entries:
+            self._entries.discard(entry)
+            self._paths.clear()
 
 
 class SavePlaces:
@@ -290,7 +349,10 @@ class SavePlaces:
             return _ELSEWHERE, ""
         name = os.fsdecode(path)  # type: ignore[arg-type]  # str, bytes or PathLike
         if not name.startswith("/"):
-            name = os.path.join(os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else os.getcwd(), name)
+            beside = _directory_of(folder)
+            if not beside:
+                return _ELSEWHERE, ""
+            name = os.path.join(beside, name)
         head, tail = os.path.split(name.rstrip("/"))
         if head in self._elsewhere and _kind_of(name) != _LINK:
             return _ELSEWHERE, name
@@ -304,6 +366,14 @@ class SavePlaces:
             self._elsewhere.clear()
         self._elsewhere.add(head)
         return _ELSEWHERE, real
+
+    def is_elsewhere(self, path: str) -> bool:
+        """Return whether that is known of this absolute path without a long look."""
+        return path.rpartition("/")[0] in self._elsewhere and _kind_of(path) != _LINK
+
+    def has_no_link(self, path: str, place: "Place") -> bool:
+        """Return whether this path leads to this place by its names alone."""
+        return any(at == place[0] and path == below + place[1] for below, at in self._below)
 
     def candidates(self, path: object) -> "list[tuple[Place, str]]":
         """Return where os.open may be about to open this: relative to the current directory, or to one that is open."""
@@ -327,7 +397,8 @@ class JournalFile:
         self._prefix, self._rank, self._pid = path, rank, os.getpid()
         self._path = f"{path}.{self._pid}.{time.monotonic_ns()}"
         self._head = f"elastic_ext-saves {VERSION} {rank} {self._pid} {parent}\n"
-        self._file, self._identity = -1, (0, 0)
+        self._file, self._identity = -1, _NO_FILE
+        self._making = _thread.RLock()  # a signal handler may come here amid it
         self._unchecked = 0  # bytes since the last look at how many there are
 
     def of_child(self) -> "JournalFile":
@@ -336,23 +407,36 @@ class JournalFile:
 
     def write(self, line: str) -> None:
         """Add a line. Raises OSError: there is no room, or too much is there already."""
-        data = f"{line}\n"
-        if self._file < 0 or _identity_of(self._file) != self._identity:  # the script may close what it has not opened
-            begins = self._file < 0
-            file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            self._identity, self._file = _identity_of(file), file
-            if begins:
-                data = self._head + data
-                if self.begun is not None:
-                    self.begun()
-        encoded = data.encode("utf-8", "surrogateescape")
+        if not self._is_open():
+            with self._making:
+                if not self._is_open():
+                    self._make()
+        encoded = f"{line}\n".encode("utf-8", "surrogateescape")
         if os.write(self._file, encoded) != len(encoded):
-            raise OSError("no room for the journal of saves")
+            raise OSError(NO_ROOM)
         self._unchecked += len(encoded)
         if self._unchecked >= LOOK_BYTES:
             self._unchecked = 0
             if os.fstat(self._file).st_blocks * 512 > MAX_BYTES:
                 raise OSError(f"the journal of saves is larger than {MAX_BYTES >> 20} MiB")
+
+    def _is_open(self) -> bool:
+        return self._file >= 0 and _identity_of(self._file) == self._identity  # the script may close what it has not opened
+
+    def _make(self) -> None:
+        """Make the file with its first line, or open it again. If a signal handler has done that meanwhile, nothing changes."""
+        head = self._head.encode()
+        first = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.pwrite(first, head, 0) != len(head):
+                raise OSError(NO_ROOM)
+        finally:
+            os.close(first)
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._identity, self._file = _identity_of(file), file
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            begun()
 
 
 class _Wrappers:
@@ -437,19 +521,21 @@ def _hook_of(record: SaveRecord, wrappers: _Wrappers) -> "Callable[[str, tuple[o
 
     def links(path: object, folder: int = -1) -> None:
         places.forget()
-        record.makes_link(path, folder)
+        record.makes_link("w", path, folder)
 
     others: dict[str, Callable[..., None]] = {
         "os.rename": record.renames,
         "os.remove": record.removes,
         "os.rmdir": record.removes,
         "os.truncate": lambda path, length: record.opens(path),
-        "os.link": lambda source, target, source_fd=-1, target_fd=-1: record.makes_link(target, target_fd),
+        "os.link": lambda source, target, source_fd=-1, target_fd=-1: record.makes_link("l", target, target_fd),
         "os.symlink": lambda source, target, folder=-1: links(target, folder),
         "os.mkdir": record.check,
+        "os.exec": record.replaces_process,
         "sqlite3.connect": lambda path: record.opens(path) if path != ":memory:" else None,
         "import": lambda *_: wrappers.look(),
         "exec": lambda *_: wrappers.look(),
+        "sys.unraisablehook": lambda _, unraisable: record.ignores(unraisable),
         SAVED_EVENT: record.reports_saved,
     }
 
@@ -461,7 +547,7 @@ def _hook_of(record: SaveRecord, wrappers: _Wrappers) -> "Callable[[str, tuple[o
                 path, mode, flags = args
                 if isinstance(flags, int) and flags & _WRITES:
                     record.opens(path, mode)
-                elif type(path) is str and (path if path[:1] == "/" else f"{os.getcwd()}/{path}").startswith(prefixes):
+                elif type(path) is str and (path[:1] != "/" or path.startswith(prefixes)):
                     record.reads(path)
             except _FAULTS as error:
                 record.fail(error)
@@ -494,8 +580,37 @@ def _kind_of(path: str) -> int:
         return _ABSENT
 
 
+def _identity_at(path: str) -> "tuple[int, int]":
+    """Return what no other file has; _NO_FILE: there is none, as far as can be seen."""
+    try:
+        found = os.lstat(path)
+    except OSError as error:
+        if not _is_own(error):
+            raise
+        return _NO_FILE
+    return found.st_dev, found.st_ino
+
+
+def _has_stayed(moved: "tuple[int, int]", source: str, target: str) -> bool:
+    """Return whether a rename of this file has not happened. Since then, another rank may have made the source again."""
+    found = _identity_at(source)
+    return found != _NO_FILE and (found == moved or _identity_at(target) != moved)
+
+
+def _directory_of(folder: int) -> str:
+    """Return the path of the directory with this descriptor; -1: the current one; empty: there is no such directory now."""
+    try:
+        return os.readlink(f"/proc/self/fd/{folder}") if folder >= 0 else os.getcwd()
+    except OSError as error:
+        if not _is_own(error):
+            raise
+        return ""
+
+
 def _is_own(error: OSError) -> bool:
-    """Return whether a call of this file has raised this; else a signal handler has, as TimeoutError, and it must go on."""
+    """Return whether a call of this file has raised this; else a signal handler or another thread has, and it must go on."""
+    if error.errno is None:
+        return False
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -528,7 +643,7 @@ def _identity_of(file: int) -> "tuple[int, int]":
     except OSError as error:
         if not _is_own(error):
             raise
-        return 0, 0
+        return _NO_FILE
     return found.st_dev, found.st_ino
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -31,12 +32,16 @@ WEIGHTS = {"model": {}}
 OPTIMIZER = {"state": {}, "param_groups": []}
 
 
+_TENSORS = itertools.count()
+
+
 def saved(path: Path, value: object = None, at: float = 0.0) -> Path:
     """A file of torch.save."""
     data = io.BytesIO()
     with zipfile.ZipFile(data, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(TRAINING if value is None else value, 2))
         archive.writestr("archive/version", "3\n")
+        archive.writestr("archive/data/0", next(_TENSORS).to_bytes(8, "little"))  # no two saves have the same bytes
         for info in archive.infolist():
             info.external_attr = 0  # as torch leaves it
     return put(path, data.getvalue(), at)

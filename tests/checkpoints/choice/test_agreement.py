@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -28,7 +29,7 @@ from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.formats.detect import Mode, Verification
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
-from tests.checkpoints.choice.scenes import flip, resumed
+from tests.checkpoints.choice.scenes import TRAINING, flip, resumed, saved
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
 from tests.jobs import AGENT, run
@@ -441,3 +442,18 @@ def test_lost_storage_makes_all_nodes_try_again():
     node = SimpleNamespace(round=3, node_id="a", host="host-a")
     decision = Verdicts(Settings(), node).of_checkpoints(raised.value).decision
     assert (decision.kind, decision.rule, decision.exit_code) == ("storage", "storage-away", 75)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "resumes", "wanted"),
+    [(False, False, ""), (False, True, ""), (True, False, "logged"), (True, True, "raised")],
+)
+def test_a_question_ends_a_restart(tmp_path: Path, caplog, restarts: bool, resumes: bool, wanted: str) -> None:
+    """But no script that resumes on its own, and no first start."""
+    for name in ("G_100.pt", "D_100.pt"):
+        saved(tmp_path / name, TRAINING)
+    place = NodeInRound(restarts=restarts, resumes=resumes)
+    question = "only you can say from which checkpoint to go on: D_100.pt, G_100.pt belong together"
+    with pytest.raises(UsageError, match=question) if wanted == "raised" else contextlib.nullcontext():
+        assert resumed(tmp_path, place=place).path == ""
+    assert (question in caplog.text) == (wanted == "logged")

@@ -26,7 +26,7 @@ from elastic_ext.checkpoints.choice.listing import candidates_among, newest_comp
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.candidates import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, Inspection
 from elastic_ext.checkpoints.storage import Entry, open_storage
-from tests.checkpoints.choice.scenes import chosen, inspected, reasons, resume_in
+from tests.checkpoints.choice.scenes import TRAINING, chosen, inspected, reasons, resume_in, saved
 
 
 def entry(name: str, mtime: float | None = 0.0, *, is_dir: bool = False, unusable: str = "") -> Entry:
@@ -74,13 +74,13 @@ def test_which_of_complete_ones(entries: list[Entry], expected: str) -> None:
 def test_incomplete_ones_are_passed_over_with_a_reason() -> None:
     """Of what is unusable nothing is looked at."""
     looked: list[str] = []
-    entries = [*(entry(f"s_{step}.pt", step) for step in range(5)), entry("s_5.pt", 5, unusable="a dangling link")]
-    choice = decide(entries, {"s_4.pt", "s_3.pt"}, looked)
-    assert (choice.resume.path, choice.resume.step) == ("/c/s_2.pt", 2)
-    assert "newest complete of 5 named s_#.pt" in choice.resume.reason
+    entries = [*(entry(f"step_{step}.pt", step) for step in range(5)), entry("step_5.pt", 5, unusable="a dangling link")]
+    choice = decide(entries, {"step_4.pt", "step_3.pt"}, looked)
+    assert (choice.resume.path, choice.resume.step) == ("/c/step_2.pt", 2)
+    assert "newest complete of 5 named step_#.pt" in choice.resume.reason
     passed = [(passed.path, passed.reason) for passed in choice.passed_over]
-    assert passed == [("/c/s_5.pt", "a dangling link"), ("/c/s_4.pt", "said so"), ("/c/s_3.pt", "said so")]
-    assert looked == ["s_4.pt", "s_3.pt", "s_2.pt"]
+    assert passed == [("/c/step_5.pt", "a dangling link"), ("/c/step_4.pt", "said so"), ("/c/step_3.pt", "said so")]
+    assert looked == ["step_4.pt", "step_3.pt", "step_2.pt"]
 
 
 def test_only_what_may_change_the_choice_is_read() -> None:
@@ -362,3 +362,28 @@ def test_a_checkpoint_that_vanishes_while_being_read(tmp_path: Path) -> None:
     choice = choose(candidates_among(listed), partial(detect.check, directory))
     assert choice.resume is None
     assert {passed.reason for passed in choice.passed_over} == {"it disappeared after it was listed"}
+
+
+def numbered(step: int | None, at: float = 0.0) -> Inspection:
+    return Inspection(True, TORCH_SAVE, "whole", at, step)
+
+
+def test_content_goes_before_numbers_without_a_word() -> None:
+    """Two slots in turn. But where all say the same step, they are no checkpoints of one run."""
+    entries = [entry("ckpt_0.pt", 300), entry("ckpt_1.pt", 200)]
+    found = {"ckpt_0.pt": numbered(300), "ckpt_1.pt": numbered(200)}
+    assert choose(entries, lambda each: found[each.name]).resume.path == "/c/ckpt_0.pt"
+    alike = choose(entries, lambda each: numbered(7))
+    assert alike.resume is None
+    assert "all of step 7" in alike.question
+    assert choose(entries, lambda each: numbered(None)).resume.path == "/c/ckpt_1.pt"
+
+
+def test_a_copy_is_no_newer(tmp_path: Path) -> None:
+    """It has the bytes of one that the job has saved. A checkpoint of another run does not."""
+    for step in (100, 200, 300):
+        saved(tmp_path / f"step_{step}.pt", {**TRAINING, "step": step}, step)
+    shutil.copy(tmp_path / "step_200.pt", tmp_path / "before_lr_change.pt")
+    assert chosen(tmp_path) == ("step_300.pt", 300)
+    saved(tmp_path / "other.pt", {**TRAINING, "step": 150}, 10**6)
+    assert chosen(tmp_path) == ("other.pt", 150)

@@ -225,7 +225,7 @@ def test_what_is_said_of_a_missing_rank(tmp_path: Path) -> None:
     ranks(tmp_path, "s_3_rank{}.pt", 4, start=1)
     assert reasons(tmp_path) == {
         "s_3_rank*.pt": "the file of rank 0 is missing: 3 are there",
-        "s_2_rank*.pt": "it has fewer files of ranks than the one before it (3, not 4): "
+        "s_2_rank*.pt": "it has fewer files than the one before it (s_#_rank*.pt: 3, not 4): "
         "the save did not finish, or the job has shrunk, and nothing in it says which",
     }
 

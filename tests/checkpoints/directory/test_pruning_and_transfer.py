@@ -186,8 +186,19 @@ def test_ls(directory: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "ls", directory)
     lines = [line.split() for line in out.splitlines()]
     assert code == 0
-    assert lines[1] == [directory_name(40, 2), "40", "-", "2", "-", OWN, "-", *f"no {MANIFEST}, the save did not finish".split()]
-    assert lines[2] == [directory_name(30, 2), "30", "3", "2", "3.0", "KiB", OWN, "quarantined", "complete"]
+    assert lines[1] == [
+        directory_name(40, 2),
+        "40",
+        "-",
+        "2",
+        "-",
+        "-",
+        OWN,
+        "content",
+        "-",
+        *f"no {MANIFEST}, the save did not finish".split(),
+    ]
+    assert lines[2] == [directory_name(30, 2), "30", "3", "2", "-", "3.0", "KiB", OWN, "content", "quarantined", "complete"]
     assert lines[3][:2] == ["*", directory_name(20, 2)]
     assert lines[4][-2:] == ["pinned", "complete"]
     assert "* a job would resume from this one: newest complete of 4" in out
@@ -291,8 +302,10 @@ def test_a_bar_on_a_terminal_only(directory: str) -> None:
 
 
 def pruned(directory: Path, *options: str) -> list[str]:
-    """What is left."""
-    assert main.main(["checkpoints", "prune", str(directory), "--yes", *options]) == 0
+    """What is left, where the user names all."""
+    pattern = next((each.partition("=")[2] for each in options if each.startswith("--pattern=")), "")
+    names = [row.name for row in list_checkpoints(open_storage(str(directory)), pattern)]
+    assert main.main(["checkpoints", "prune", str(directory), *names, "--yes", *options]) == 0
     return sorted(os.listdir(directory))
 
 

@@ -8,7 +8,9 @@ from elastic_ext.checkpoints.formats.candidates import (
     by_pattern,
     family_of,
     grouped,
+    lacks,
     missing_rank,
+    parts_of,
     rank_name,
     says_step,
     step_of,
@@ -76,6 +78,9 @@ from elastic_ext.checkpoints.storage import Entry
         ("CKPT+2024-05-01+13-00-00+00", None, "CKPT+#-#-#+#-#-#+#"),
         ("300-20240501.pt", 300, "#-#.pt"),
         ("step_20240501.pt", 20240501, "step_#.pt"),
+        # Progress is no rank.
+        ("step-200-of-500.pt", 200, "step-#-of-500.pt"),
+        ("epoch_3_of_10.pt", 3, "epoch_#_of_10.pt"),
     ],
 )
 def test_the_step_and_the_family(name: str, step: int | None, family: str) -> None:
@@ -100,6 +105,9 @@ def test_names_that_look_like_a_step() -> None:
         ("zero_pp_rank_1_mp_rank_00_states.pt", "zero_pp_rank_*_mp_rank_*_states.pt", (1, 0), (None, None)),
         ("s_5_tp1_pp0.pt", "s_5_tp*_pp*.pt", (1, 0), (None, None)),
         ("random_states_2.pkl", "random_states_*.pkl", (2,), (None,)),
+        ("a/__3.metadata", "a/__*.metadata", (3,), (None,)),
+        ("step-5-00001-of-00002.bin", "step-5-*-of-00002.bin", (1,), (2,)),
+        ("ep-0-of-2.pt", "ep-*-of-2.pt", (0,), (2,)),
     ],
 )
 def test_the_rank_in_a_name(name: str, pattern: str, ranks: tuple[int, ...], totals: tuple[int | None, ...]) -> None:
@@ -108,6 +116,7 @@ def test_the_rank_in_a_name(name: str, pattern: str, ranks: tuple[int, ...], tot
 
 
 OF_NO_RANK = ("step_5.pt", "s5-seed3.pt", "lora_rank_8.pt", "adapter_rank8_step5.pt", "ranking_3.pt", "franks5.pt", "tensor_3.pt")
+OF_NO_RANK += ("step-200-of-500.pt", "epoch_3_of_10.pt", "__0_0.distcp", ".metadata")
 
 
 @pytest.mark.parametrize("name", OF_NO_RANK)
@@ -125,6 +134,10 @@ def test_names_without_a_rank(name: str) -> None:
         (["w-1-of-2", "w-2-of-2"], ""),
         (["w-2-of-2"], "1"),
         (["w-0-of-2", "w-1-of-2"], ""),
+        (["shard-00001-model-00001-of-00001", "shard-00002-model-00001-of-00001"], ""),
+        (["shard-00001-model-00001-of-00001", "shard-00003-model-00001-of-00001"], "2, 1"),
+        (["shard_1", "shard_2"], "0"),
+        (["__0.metadata", "__2.metadata"], "1"),
         (["x_tp0_pp0", "x_tp0_pp1", "x_tp1_pp0"], "1, 1"),
         (["x_pp-1-of-2_tp-0-of-1"], ""),  # a stage of a pipeline has names of its own
         (["x_dp-1-of-2_tp-0-of-1"], "0, 0"),
@@ -177,6 +190,26 @@ ZERO_3 = "g/zero_pp_rank_{}_mp_rank_00_{}_states.pt"
 def test_files_that_fewer_ranks_wrote(counts: dict[str, int], missing: str) -> None:
     found = too_few(by_pattern(name.format(rank) for name, count in counts.items() for rank in range(count)))
     assert found.partition(": ")[2] == (f"the files of {missing} ranks are missing" if missing else "")
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "said"),
+    [
+        ([f"layer_{number}.pt" for number in range(8)], [f"layer_{number}.pt" for number in range(7)], "layer_#.pt: 7, not 8"),
+        ([f"l_0_e_{number}_rank_0.pt" for number in range(4)], ["l_0_e_0_rank_0.pt", "l_0_e_1_rank_0.pt"], "rank_*.pt: 2, not 4"),
+        ([f"s_1/a_rank{rank}.pt" for rank in (0, 1)], ["s_2/a_rank0.pt"], "s_#/a_rank*.pt: 1, not 2"),
+        (["__0.metadata", "__1.metadata"], ["__0.metadata"], "__*.metadata: 1, not 2"),
+        (["a.pt", "b.pt"], ["a.pt"], "no b.pt"),
+        (["a.pt", "b.pt"], ["a.pt", "c.pt"], ""),  # others instead
+        ([f"s_1/a_{number}.pt" for number in (0, 1)], [f"s_2/a_{number}.pt" for number in (0, 1, 2)], ""),
+        (["log_17.pt", "log_18.pt", "log_19.pt"], ["log_23.pt", "log_24.pt"], ""),
+        (["a-1-of-2.pt", "a-2-of-2.pt"], ["a-1-of-1.pt"], ""),
+    ],
+)
+def test_what_the_one_before_it_has(older: list[str], newer: list[str], said: str) -> None:
+    found = lacks(parts_of(newer), parts_of(older))
+    assert said in found
+    assert bool(found) is bool(said)
 
 
 def test_files_of_all_ranks_are_one_entry() -> None:

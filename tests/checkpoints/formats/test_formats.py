@@ -31,6 +31,7 @@ from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, LIGHTN
 from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.layouts import parse_metadata
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from tests.checkpoints.choice import scenes
 from tests.checkpoints.choice.scenes import chosen, inspected, resume_in, step_in
 
 
@@ -209,7 +210,7 @@ def test_numbers_that_cannot_be_printed(tmp_path: Path) -> None:
     """Of a million digits: no step, and no size of a file."""
     assert single_files.number({"step": 1 << 3_000_000, "iteration": 7}, "step", "iteration") == 7
     info = _StorageInfo("__0_0.distcp", 0, 1 << 3_000_000)
-    assert parse_metadata(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))).items == ()
+    assert parse_metadata(pickle.dumps(Metadata({}, None, {MetadataIndex("w"): info}))) == ([], [])
 
 
 def test_a_damaged_zip_directory_is_not_read_whole(tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ def test_a_directory_of_lightning(tmp_path: Path) -> None:
     assert (found.complete, found.format, found.step) == (True, LIGHTNING, 9)
     os.truncate(path / "meta.pt", 100)
     assert "meta.pt: its zip directory" in inspected(tmp_path, path.name).reason
-    for last in ("meta.pt", ".metadata"):
+    for last in (".metadata", "meta.pt"):
         (path / last).unlink()
         assert inspected(tmp_path, path.name).reason == f"no {last}, the save did not finish"
 
@@ -410,3 +411,32 @@ def test_a_plug_in_that_fails_is_named(tmp_path: Path, plugin: Any, value: str, 
     plugin(f"{__name__}:{value}")
     with pytest.raises(UsageError, match=said):
         newest_complete(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"step": 200, "history": [1, 2', "state.json is cut short"),
+        ("", "state.json is cut short"),
+        ('{"step": 200}', ""),
+        ('{"step": 1}\n{"step": 2}\n', ""),  # lines of JSON
+    ],
+)
+def test_a_json_file_that_was_cut_is_torn(tmp_path: Path, text: str, reason: str) -> None:
+    scenes.saved(tmp_path / "step_200" / "model.pt")
+    (tmp_path / "step_200" / "state.json").write_text(text)
+    found = inspected(tmp_path, "step_200")
+    assert found.complete == (not reason), found
+    assert reason in found.reason
+
+
+def test_weights_in_parts_need_their_index(tmp_path: Path) -> None:
+    """`save_pretrained` writes it last."""
+    folder = tmp_path / "step_200"
+    for part in (1, 2):
+        scenes.tensors(folder / f"model-0000{part}-of-00002.safetensors")
+    scenes.saved(folder / "optimizer.pt", scenes.OPTIMIZER)
+    assert "no model.safetensors.index.json" in inspected(tmp_path, "step_200").reason
+    weights = {"weight_map": {"w": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weights))
+    assert inspected(tmp_path, "step_200").complete

@@ -1,0 +1,347 @@
+"""The agents' part in the record of saves: they gather what the workers of a round have noted, and record what it proves.
+
+Each agent reads the journals of its own workers. The others send theirs to the agent of group rank 0 through the round's store.
+That one decides (`checkpoints/record/proof.py`) and writes (`checkpoints/record/stored.py`).
+
+Invariant: what is recorded was listed after its proof, and no worker has written to it before the list was complete. A worker
+notes what it does before it does it. So the list counts once all journals were read again, and say nothing new of the entry.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.base import errors, records, round_store, threads
+from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail
+from elastic_ext.checkpoints.record.proof import RecordedSave, RoundProof
+from elastic_ext.checkpoints.record.stored import AttemptRecord
+from elastic_ext.checkpoints.storage import Entry, Storage, poll
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 1.0  # between two looks into the journals
+ANSWER_S = 0.5  # for the last words of other nodes at the end of a round, if they could still prove something
+EVERY_S = 10.0  # between two records of one entry: a log may be written again after each step
+LONGEST_S = 60.0  # before an entry is listed again of which a file is not there: NFS hides a new one for up to 60 s (acdirmax)
+NODES_PER_S = 50.0  # that are asked for their steps, as long as these could prove something
+JOIN_S = ANSWER_S + 1.0
+SCHEMA = 1
+
+NOT_RECORDED = "saves of this round are no longer recorded: %s"
+
+
+@dataclass(frozen=True)
+class RankSteps:
+    rank: records.Count
+    steps: records.Count
+
+
+@dataclass(frozen=True)
+class SavePost:
+    """What an agent reports to that of group rank 0.
+
+    node: its group rank. answers: the number of the question that this answers. counts: steps of its ranks, read before the
+    journals were. broken: those whose journal is incomplete. open: entries of which a file is open for writing here. over:
+    its workers have ended, and this is the last one.
+    """
+
+    node: records.Count
+    answers: records.Count = 0
+    counts: tuple[RankSteps, ...] = ()
+    broken: tuple[records.Count, ...] = ()
+    parts: tuple[JournalPart, ...] = ()
+    open: tuple[str, ...] = ()
+    over: bool = False
+
+
+@dataclass(frozen=True)
+class RoundPlace:
+    """This node in the round. world: number of ranks. store_at: host and port of the round's store."""
+
+    node: int
+    nodes: int
+    world: int
+    store_at: tuple[str, int]
+
+
+class SaveWatch(Companion):
+    """Records the saves of one round, on a thread of its own: a storage or store that hangs must not block the loop."""
+
+    def __init__(self, place: RoundPlace, storage: Storage, journals: Sequence[str]) -> None:
+        """journals: their paths, as in the workers' messages."""
+        self._place, self._storage = place, storage
+        self._tails = [JournalTail(path) for path in journals]
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._workers: LocalWorkers | None = None
+
+    def workers_started(self, workers: LocalWorkers) -> None:
+        self._workers = workers
+        kind = threads.StoreCall if self._place.nodes > 1 else threading.Thread
+        with threads.held() as received:  # an exception of a signal handler inside `start` would come out of it as a KeyError
+            self._thread = threads.started(self._run, "elastic_ext-saves", logger.warning, NOT_RECORDED, kind=kind)
+        threads.raise_again(received)
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(JOIN_S)
+
+    # On the thread.
+
+    def _run(self) -> None:
+        try:
+            if self._place.node == 0:
+                self._record()
+            else:
+                self._report()
+        except (RuntimeError, ValueError) as error:
+            log = logger.debug if self._over.is_set() else logger.warning
+            log(NOT_RECORDED, f"the store of the round does not answer: {error}")
+        except (OSError, errors.ElasticExtError) as error:
+            logger.warning(NOT_RECORDED, error)
+        except Exception:  # the top of a thread
+            logger.exception(NOT_RECORDED, "a fault of elastic_ext")
+
+    def _look(self, answers: int, asked: bool, over: bool = False) -> list[SavePost]:
+        """Return what is new here; the last post has the counts. asked: it is to say what is open."""
+        assert self._workers is not None
+        rows = list(zip(self._workers.ranks.values(), self._workers.read_progress(), strict=False))
+        counts = tuple(RankSteps(rank, row.steps) for rank, row in rows)
+        node, parts = self._place.node, [part for tail in self._tails for part in _parts_of(tail)]
+        rows = list(zip(self._workers.ranks.values(), self._workers.read_progress(), strict=False))
+        broken = tuple(rank for rank, row in rows if row.record_broken)
+        open_now = open_entries(self._workers.running_pids().values(), self._storage.address) if asked else frozenset[str]()
+        last = SavePost(node, answers, counts, broken, open=tuple(open_now), over=over)
+        return [*(SavePost(node, parts=(part,)) for part in parts), last]
+
+    def _report(self) -> None:
+        store, answered, last = round_store.connect(*self._place.store_at), 0, SavePost(self._place.node)
+        while not last.over:
+            over = self._over.wait(LOOK_S)
+            asked = store.add(round_store.SAVES_ASKED, 0)
+            posts = self._look(asked, asked > answered, over)
+            last = posts[-1]
+            if len(posts) > 1 or asked > answered or last.broken or over:
+                for post in posts:
+                    number = store.add(round_store.SAVES_POSTED, 1)
+                    store.set(round_store.saves_post(number), records.encode(post, SCHEMA))
+            answered = asked
+
+    def _record(self) -> None:
+        posts = _Posts(self._place)
+        attempt = AttemptRecord(self._storage, self._place.world)
+        keeping = _Keeping(attempt, RoundProof(attempt.before))
+        over, fault = False, ""
+        while not over:
+            over = self._over.wait(LOOK_S)
+            try:
+                self._record_now(keeping, posts, math.inf if over else time.monotonic())
+                fault = ""
+            except OSError as error:  # a full disk may have room again
+                if str(error) != fault:
+                    logger.warning("a save cannot be recorded: %s", error)
+                fault = str(error)
+        keeping.write_unproved()
+
+    def _record_now(self, keeping: _Keeping, posts: _Posts, now: float) -> None:
+        """Take what is new, and record what it proves. now: infinity, if the workers have ended."""
+        self._take(keeping.proof, posts)
+        if now == math.inf:
+            self._await_others(keeping, posts)
+            keeping.proof.release()
+        if keeping.list_proved(posts.asked, now):
+            posts.ask(now)
+            self._take(keeping.proof, posts, asked=True)
+        elif keeping.proof.waits and now < math.inf:
+            posts.ask(now, self._place.nodes / NODES_PER_S)
+        keeping.write_listed(posts.answered, now, posts.open_now)
+
+    def _take(self, proof: RoundProof, posts: _Posts, asked: bool = False) -> None:
+        for post in [*posts.new(), *self._look(posts.asked, asked)]:
+            if asked or post.node:
+                posts.open[post.node] = frozenset(post.open)
+            journals = [part.parsed(str(post.node)) for part in post.parts]
+            proof.take(journals, {each.rank: each.steps for each in post.counts}, post.broken)
+
+    def _await_others(self, keeping: _Keeping, posts: _Posts) -> None:
+        if posts.missing and keeping.proof.waits:
+            by = time.monotonic() + ANSWER_S
+            poll(lambda: self._take(keeping.proof, posts), lambda _: not (posts.missing and keeping.proof.waits), by)
+
+
+def _parts_of(tail: JournalTail) -> Iterator[JournalPart]:
+    """Yield all that is new: a list of files counts only if no line of a journal is left."""
+    while found := tail.read():
+        yield from found
+
+
+def open_entries(pids: Iterable[int], directory: str) -> frozenset[str]:
+    """Return the entries of a directory of which these processes have files open or mapped for writing."""
+    below = os.path.realpath(directory) + "/"
+    found = {path[len(below) :].partition("/")[0] for pid in pids for path in _open_for_writing(pid) if path.startswith(below)}
+    return frozenset(found)
+
+
+def _open_for_writing(pid: int) -> Iterator[str]:
+    try:
+        for file in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):  # closed meanwhile
+                path = os.readlink(f"/proc/{pid}/fd/{file}")
+                if path.startswith("/") and _flags(f"/proc/{pid}/fdinfo/{file}") & (os.O_WRONLY | os.O_RDWR):
+                    yield path
+        with open(f"/proc/{pid}/maps", errors="surrogateescape") as maps:
+            for line in maps:
+                fields = line.rstrip("\n").split(maxsplit=5)
+                if len(fields) == 6 and fields[1].startswith("rw-s"):
+                    yield fields[5]
+    except OSError as error:  # it has ended
+        logger.debug("cannot look at what process %s has open: %s", pid, error)
+
+
+def _flags(path: str) -> int:
+    with open(path) as file:
+        return next((int(line.split()[1], 8) for line in file if line.startswith("flags:")), 0)
+
+
+class _Posts:
+    """What the other nodes of a round post, read on the node of rank 0."""
+
+    def __init__(self, place: RoundPlace) -> None:
+        self._others = range(1, place.nodes)
+        self._store = round_store.connect(*place.store_at) if self._others else None
+        self._read, self.asked, self._asked_at = 0, 0, -math.inf
+        self._answers: dict[int, int] = {}  # by node: the last question that it has answered
+        self._over: set[int] = set()
+        self.open: dict[int, frozenset[str]] = {}  # by node: entries of which a file is open for writing
+
+    @property
+    def open_now(self) -> frozenset[str]:
+        return frozenset().union(*self.open.values())
+
+    def ask(self, now: float, after_s: float = 0.0) -> None:
+        """Ask all nodes to read their journals again, unless they were asked less than `after_s` seconds ago."""
+        if now - self._asked_at < after_s:
+            return
+        self.asked, self._asked_at = self.asked + 1, now
+        if self._store is not None:
+            self._store.add(round_store.SAVES_ASKED, 1)
+
+    @property
+    def answered(self) -> int:
+        """The last question that all nodes have answered, or have no more to say to."""
+        return min((self._answers.get(each, 0) for each in self._others if each not in self._over), default=self.asked)
+
+    @property
+    def missing(self) -> bool:
+        """Whether a node may still report something."""
+        return len(self._over) < len(self._others)
+
+    def new(self) -> list[SavePost]:
+        """Return what was posted since. What cannot be read says nothing."""
+        found: list[SavePost] = []
+        if self._store is None:
+            return found
+        for number in range(self._read + 1, self._store.add(round_store.SAVES_POSTED, 0) + 1):
+            key = round_store.saves_post(number)
+            if not self._store.check([key]):
+                break  # counted, but not there yet
+            self._read = number
+            try:
+                post = records.read(SavePost, self._store.get(key), key, SCHEMA)
+            except records.RecordError as error:
+                logger.debug("%s", error)
+                continue
+            self._store.delete_key(key)
+            self._answers[post.node] = max(self._answers.get(post.node, 0), post.answers)
+            if post.over:
+                self._over.add(post.node)
+            found.append(post)
+        return found
+
+
+@dataclass
+class _Keeping:
+    """Lists what is proved, and writes it once the list counts. `now` is monotonic seconds; infinity: it is the last time."""
+
+    attempt: AttemptRecord
+    proof: RoundProof
+    # By order: the save, its files, and the question that all nodes must have answered.
+    _listed: dict[int, tuple[RecordedSave, Mapping[str, Entry], int]] = field(default_factory=dict)
+    _written: dict[str, RecordedSave] = field(default_factory=dict)  # by name of the entry
+    _due: dict[str, _Due] = field(default_factory=dict)  # by name of the entry
+
+    def list_proved(self, asked: int, now: float) -> bool:
+        """List what was proved since. asked: the last question so far. Return whether a list waits. Raises OSError."""
+        saves = [each for each in self.proof.record().saves if each.entry.at == 0]
+        self._forget_gone(saves)
+        for save in saves:
+            name = save.entry.path
+            due = self._due.get(name, _Due())
+            if save.proved and not save.gone and due.at <= now and not self._is_done(save):
+                found = self.attempt.listed(save)
+                if found:
+                    self._listed[save.order] = save, found, asked + 1
+                else:  # another host may not see all files yet
+                    self._due[name] = due.later(now)
+        return bool(self._listed)
+
+    def write_listed(self, answered: int, now: float, open_now: Collection[str] = ()) -> None:
+        """Record what was listed and has not changed since. Raises OSError.
+
+        answered: the last question that all nodes have. open_now: entries of which a file is open for writing.
+        """
+        record = self.proof.record()
+        seen = {each.order: each for each in record.saves}
+        for order, (save, found, question) in sorted(self._listed.items()):
+            same = seen.get(order)
+            name = save.entry.path
+            if same is None or same.gone or same.changes != save.changes or self.proof.may_change(save.entry):
+                del self._listed[order]
+            elif name in open_now:  # what it holds may not be in the file yet
+                self._due[name] = self._due.get(name, _Due()).later(now)
+                del self._listed[order]
+            elif answered >= question:
+                self.attempt.write(save, found, record.reads)
+                self._written[name] = save
+                self._due[name] = _Due(now + EVERY_S)
+                del self._listed[order]
+
+    def write_unproved(self) -> None:
+        """Record what is not proved at the end of the round. Raises OSError."""
+        record = self.proof.record()
+        for save in record.saves:
+            if not (save.proved or save.gone or save.entry.at):
+                self.attempt.write_unproved(save, record.reads)
+
+    def _is_done(self, save: RecordedSave) -> bool:
+        written = self._written.get(save.entry.path)
+        done = written is not None and (written.order, written.changes) == (save.order, save.changes)
+        return done or save.order in self._listed
+
+    def _forget_gone(self, saves: Sequence[RecordedSave]) -> None:
+        there = {each.entry.path for each in saves if not each.gone}
+        for name in [each for each in self._written if each not in there]:
+            del self._written[name]
+            self._due.pop(name, None)
+            self.attempt.forget(name)
+
+
+@dataclass(frozen=True)
+class _Due:
+    """When an entry may be recorded next, and how long it was put off the last time, in seconds."""
+
+    at: float = -math.inf
+    pause: float = LOOK_S / 2
+
+    def later(self, now: float) -> _Due:
+        pause = min(2 * self.pause, LONGEST_S)
+        return _Due(now + pause, pause)

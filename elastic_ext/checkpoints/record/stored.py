@@ -1,0 +1,370 @@
+"""The record on the storage: a small file for each save that is still there, `.elastic_ext/saves/ATTEMPT.ORDER.NAME`.
+
+ATTEMPT numbers the rounds that have recorded something in this directory, ORDER the saves of a round, and NAME is the entry. So
+one listing gives all recorded entries in the order in which the job has saved them. The file holds the JSON of a `StoredSave`.
+
+A proved one vouches for its entry while each file has the size and the time that it had when the save was proved. If there is
+more in the entry than that, it still does: people leave notes. What was not proved by the end of its round says what was missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from elastic_ext.base import records
+from elastic_ext.checkpoints.directory.own_files import MARKERS
+from elastic_ext.checkpoints.formats.candidates import order_of
+from elastic_ext.checkpoints.record.fold import EntryRead, pattern_of
+from elastic_ext.checkpoints.record.proof import RecordedSave
+from elastic_ext.checkpoints.storage import Entry, Storage, files_of, is_away
+
+logger = logging.getLogger(__name__)
+
+SAVES = f"{MARKERS}/saves"
+SCHEMA = 1
+MAX_FILES = 10_000  # of an entry: about 1 MB of JSON; one with more is found by its format
+MAX_LOADS = 16
+LEAST_SHARE = 0.5  # of the bytes of the last one: what has fewer is cut short, as where a script goes on when the disk is full
+MOST_SHOWN = 3  # names in a message
+MAX_NAME = 255 - len("000000.00000000.")  # bytes of an entry's name, which is part of a file's name
+COARSE_S = 2.0  # the step of the coarsest times that copies keep: those of FAT; tar cuts them to whole seconds
+_FILE = re.compile(r"(\d{6,})\.(\d{8,})\.(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class RecordedFile:
+    """A file as it was when the record was written.
+
+    name: relative to the entry; "": the entry itself is a file. mtime: in seconds since the epoch, by the clock of the storage.
+    rank: which wrote it; -1: that was not seen.
+    """
+
+    name: str
+    size: int
+    mtime: float
+    rank: records.Rank = -1
+
+
+@dataclass(frozen=True)
+class StoredSave:
+    """What is known of a save, and what was there then.
+
+    proved: it is whole. why: what proves it, or what is missing, for people. count: optimizer steps of that round when the save
+    began. ranks: which wrote it. world: number of ranks. written: number of files that this save wrote. kept: number of those
+    that were there before, and that it has not written again. loads: names, with "#" for digits, of recorded entries that the
+    job's scripts were seen to read before their first step.
+    """
+
+    proved: bool
+    why: str
+    count: records.Count
+    ranks: tuple[records.Rank, ...]
+    world: records.Count
+    written: records.Count
+    kept: records.Count
+    files: tuple[RecordedFile, ...]
+    loads: tuple[str, ...] = ()
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How many files it has of each name, with "#" for digits."""
+        return Counter(pattern_of(each.name) for each in self.files)
+
+
+@dataclass(frozen=True, order=True)
+class KnownSave:
+    """A recorded save, by the name of its file. The greatest was saved last."""
+
+    attempt: int
+    order: int
+    name: str
+
+    @property
+    def file(self) -> str:
+        return f"{SAVES}/{self.attempt:06}.{self.order:08}.{self.name}"
+
+
+def known_saves(storage: Storage) -> dict[str, KnownSave]:
+    """Return the last recorded save of each entry, by its name; some entries may have gone since. One listing. Raises OSError."""
+    found: dict[str, KnownSave] = {}
+    try:
+        listed = storage.listed(SAVES)
+    except PermissionError as error:
+        logger.warning("the record of saves cannot be read: %s", error)
+        return found
+    for match in (_FILE.fullmatch(each.name) for each in listed):
+        if match is not None:
+            save = KnownSave(int(match[1]), int(match[2]), match[3])
+            found[save.name] = max(save, found.get(save.name, save))
+    return found
+
+
+def read_save(storage: Storage, save: KnownSave) -> StoredSave | None:
+    """Return what is recorded of a save; None if its file is gone, or another version wrote it. Raises OSError."""
+    try:
+        data = storage.read_if_there(save.file)
+        if data is None:
+            return None
+        return records.read(StoredSave, data, storage.path(save.file), SCHEMA)
+    except (records.RecordError, OSError) as error:
+        if isinstance(error, OSError) and is_away(error):
+            raise
+        logger.warning("the record of a save says nothing: %s", error)
+        return None
+
+
+class Trust(Enum):
+    """What a record says of an entry as it is now."""
+
+    PROVED = "proved"
+    UNPROVED = "unproved"  # whether it is whole, only its format can say
+    CHANGED = "changed"  # the same, because all of it was written again since
+    TORN = "torn"  # some of it is of one save, and some of another
+
+
+def trust(save: StoredSave, found: Mapping[str, Entry]) -> tuple[Trust, str]:
+    """Return whether a record vouches for an entry, and why not, for people. found: see `files_at`. Pure."""
+    differs = {each.name: text for each in save.files if (text := _differs(each, found.get(each.name)))}
+    if differs and len(differs) < len(save.files):
+        name, text = next(iter(differs.items()))
+        return Trust.TORN, f"{name or 'the file'} {text} since it was recorded, and other files have not changed"
+    if differs:
+        return Trust.CHANGED, "it has been written again since it was recorded"
+    if save.proved:
+        return Trust.PROVED, save.why
+    if save.kept:
+        return Trust.TORN, f"it holds {save.kept} files of an older save: {save.why}"
+    return Trust.UNPROVED, save.why
+
+
+def _differs(recorded: RecordedFile, found: Entry | None) -> str:
+    if found is None:
+        return "has gone"
+    if found.size != recorded.size or found.mtime is None or not _same_time(recorded.mtime, found.mtime):
+        return "has been written again"
+    return ""
+
+
+def _same_time(proved: float, found: float) -> bool:
+    """Return whether a file has kept its time, or a copy has cut it to whole seconds."""
+    return proved == found or (proved != int(proved) and found in (math.floor(proved), math.floor(proved / COARSE_S) * COARSE_S))
+
+
+def files_at(storage: Storage, name: str) -> dict[str, Entry]:
+    """Return the files of an entry by their paths relative to it, "" for the entry itself; none if it is not there.
+
+    Raises OSError.
+    """
+    found = storage.stat(name)
+    if found is None:
+        return {}
+    try:
+        return dict(files_of(storage, name)) if found.is_dir else {"": found}
+    except FileNotFoundError:
+        return {}
+
+
+@dataclass(frozen=True)
+class RecordVerdict:
+    """What the record says of an entry as it is now. save: None if none of it is recorded. kinds: see `StoredSave`."""
+
+    trust: Trust
+    why: str
+    save: StoredSave | None = None
+    kinds: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def count(self) -> int:
+        return self.save.count if self.save is not None else -1
+
+    def lacks(self, proved: Counter[str]) -> str:
+        """Return what the entry lacks that a proved save of its kind has, for people; "": nothing. proved: the files of that."""
+        missing = proved - self.kinds
+        names = ", ".join(sorted(missing)[:MOST_SHOWN])
+        return f"its save was not proved, and it has fewer files than the one before it: {names}" if missing else ""
+
+
+class RecordBook:
+    """Reads the record of a directory, each save at most once. Its methods raise OSError."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage, self._known = storage, known_saves(storage)
+        self._read: dict[KnownSave, StoredSave | None] = {}
+
+    def known(self, entry: Entry) -> KnownSave | None:
+        """Return which save of an entry is recorded; None: none is. Of files of all ranks, all must be."""
+        found = [self._known.get(each.name) for each in entry.parts or (entry,)]
+        known = [each for each in found if each is not None]
+        return max(known) if len(known) == len(found) else None
+
+    def saved(self, entry: Entry) -> StoredSave | None:
+        """Return what is recorded of an entry; of files of all ranks, of the last one."""
+        known = self.known(entry)
+        return self._of(known) if known is not None else None
+
+    def proved_files(self, entry: Entry) -> Counter[str]:
+        """Return what a proved save of this entry has had, see `StoredSave.kinds`; nothing if none is known as proved."""
+        found = [self._of(known) for each in entry.parts or (entry,) if (known := self._known.get(each.name)) is not None]
+        saves = [each for each in found if each is not None and each.proved]
+        return sum((each.kinds for each in saves), Counter[str]()) if len(saves) == len(entry.parts or (entry,)) else Counter()
+
+    def _of(self, known: KnownSave) -> StoredSave | None:
+        if known not in self._read:
+            self._read[known] = read_save(self._storage, known)
+        return self._read[known]
+
+    def size(self, entry: Entry) -> int:
+        """Return the recorded bytes of an entry; of files of all ranks, of the last one. -1: it is not recorded."""
+        save = self.saved(entry)
+        return sum(each.size for each in save.files) if save is not None else -1
+
+    @functools.cached_property
+    def loads(self) -> tuple[str, ...]:
+        """What the job's scripts were seen to load, by the last save; see `StoredSave`."""
+        last = max(self._known.values(), default=None)
+        save = self._of(last) if last is not None else None
+        return save.loads if save is not None else ()
+
+    def verdict(self, entry: Entry) -> RecordVerdict:
+        """Return what the record says of an entry, which is listed for that."""
+        parts = entry.parts or (entry,)
+        found = [self._verdict(each) for each in parts]
+        worst = max(found, key=lambda each: list(Trust).index(each.trust))
+        attempts = {known.attempt for each in parts if (known := self._known.get(each.name)) is not None}
+        counts = {each.save.count for each in found if each.save is not None}
+        changed = {each.trust is Trust.CHANGED for each in found}
+        if len(changed) > 1 or (False in changed and max(len(attempts), len(counts)) > 1):
+            return RecordVerdict(Trust.TORN, "its files are of several saves", worst.save)
+        return RecordVerdict(worst.trust, worst.why, worst.save, sum((each.kinds for each in found), Counter[str]()))
+
+    def _verdict(self, entry: Entry) -> RecordVerdict:
+        found = files_at(self._storage, entry.name) if not entry.is_link else {}  # which may lead anywhere
+        kinds = Counter(pattern_of(each) for each in found)
+        known = self._known.get(entry.name)
+        save = self._of(known) if known is not None else None
+        if save is None:
+            return RecordVerdict(Trust.UNPROVED, "no save of it is recorded", None, kinds)
+        return RecordVerdict(*trust(save, found), save, kinds)
+
+
+def kept_of(found: Mapping[str, Entry], save: RecordedSave, before: StoredSave | None) -> int:
+    """Return how many files of an entry are of older saves: of its round, or of the one before, as recorded. Pure."""
+    begin = len(save.entry.path) + 1
+    written, known = {path[begin:] for path in save.written}, {path[begin:] for path in save.files}
+    same = {each.name for each in before.files if not _differs(each, found.get(each.name))} if before is not None else set()
+    return len(((known & found.keys()) | same) - written)
+
+
+class AttemptRecord:
+    """The record of one round, as it grows on the storage. One process writes it: the agent of group rank 0."""
+
+    def __init__(self, storage: Storage, world: int) -> None:
+        """world: number of ranks of the round. Raises OSError."""
+        self._storage, self._world = storage, world
+        self._known = known_saves(storage)
+        self._attempt = max((each.attempt for each in self._known.values()), default=0) + 1
+        self._earlier = frozenset(self._known)
+        there = {each.name for each in storage.listed()}  # NFS may not show yet what another host has saved in the last round
+        for name in [each.name for each in self._known.values() if each.name not in there and each.attempt < self._attempt - 1]:
+            self.forget(name)
+        last = {pattern_of(each.name): each for each in sorted(self._known.values())}
+        read = {pattern: read_save(storage, each) for pattern, each in sorted(last.items(), key=lambda each: each[1])}
+        saves = {pattern: each for pattern, each in read.items() if each is not None}
+        # files of the last save, by its name with "#" for digits, where it is proved and as many ranks wrote it
+        self.before = {pattern: each.written for pattern, each in saves.items() if each.proved and each.world == world}
+        self._sizes = {pattern: sum(of.size for of in each.files) for pattern, each in saves.items() if each.proved}
+        self._loads = next((each.loads for each in reversed(saves.values())), ())
+
+    def listed(self, save: RecordedSave) -> dict[str, Entry]:
+        """Return the files of a save; none if it is proved and they are not all there, or if it is nothing to record.
+
+        Raises OSError.
+        """
+        name = save.entry.path
+        if name.startswith(".") or order_of(name) is not None or not _is_storable(name):
+            return {}
+        if os.path.islink(self._storage.path(name)):
+            return {}
+        found = files_at(self._storage, name)
+        wanted = {path[len(name) + 1 :] for path in save.files}
+        known = len(found) <= MAX_FILES and all(each.mtime is not None for each in found.values())
+        return found if known and (wanted <= found.keys() or not save.proved) else {}
+
+    def write(self, save: RecordedSave, found: Mapping[str, Entry], reads: Iterable[EntryRead]) -> None:
+        """Record a save, of which these files were there. Raises OSError."""
+        name = save.entry.path
+        ranks = {path[len(name) + 1 :]: rank for path, rank in save.files.items()}
+        files = tuple(RecordedFile(path, each.size, each.mtime or 0.0, ranks.get(path, -1)) for path, each in found.items())
+        known, before = KnownSave(self._attempt, save.order, name), self._known.get(name)
+        doubt = self._doubt(found, ranks.keys(), name) if save.proved else ""
+        stored = StoredSave(
+            proved=save.proved and not doubt,
+            why=doubt or save.why,
+            count=save.count,
+            ranks=save.ranks,
+            world=self._world,
+            written=len(save.written),
+            kept=kept_of(found, save, read_save(self._storage, before) if before is not None else None),
+            files=files,
+            loads=self._loads_with(reads),
+        )
+        self._storage.put(known.file, records.encode(stored, SCHEMA).encode())
+        self._known[name] = known
+        if before is not None and before != known:
+            self._remove(before)
+
+    def _doubt(self, found: Mapping[str, Entry], seen: Collection[str], name: str) -> str:
+        """Return why an entry may not be whole although the save is proved, for people; "": for no reason."""
+        known = self._known.get(name)
+        before = read_save(self._storage, known) if known is not None else None
+        older = [] if before is None else [each for each in before.files if each.rank >= 0]
+        same = {each.name for each in older if not _differs(each, found.get(each.name))}
+        unseen = sorted(found.keys() - seen - same)
+        if unseen:
+            return f"{len(unseen)} of its files were not seen to be written: {', '.join(unseen[:MOST_SHOWN])}"
+        size, kind = sum(each.size for each in found.values()), pattern_of(name)
+        usual = self._sizes.get(kind, 0)
+        if size < usual * LEAST_SHARE:
+            return f"it has {size} bytes, and the last one of this name {usual}"
+        self._sizes[kind] = size
+        return ""
+
+    def write_unproved(self, save: RecordedSave, reads: Iterable[EntryRead]) -> None:
+        """Record a save that was not proved, unless what was proved of its entry before is still as it was. Raises OSError."""
+        found, known = self.listed(save), self._known.get(save.entry.path)
+        before = read_save(self._storage, known) if known is not None else None
+        if found and (before is None or trust(before, found)[0] is not Trust.PROVED):
+            self.write(save, found, reads)
+
+    def _loads_with(self, reads: Iterable[EntryRead]) -> tuple[str, ...]:
+        now = (pattern_of(each.place.entry.path) for each in reads if each.count == 0 and each.place.entry.path in self._earlier)
+        self._loads = tuple(dict.fromkeys([*now, *self._loads]))[:MAX_LOADS]
+        return self._loads
+
+    def forget(self, name: str) -> None:
+        """An entry has gone: remove its file. Raises OSError."""
+        known = self._known.pop(name, None)
+        if known is not None:
+            self._remove(known)
+
+    def _remove(self, known: KnownSave) -> None:
+        try:
+            self._storage.remove(known.file)
+        except FileNotFoundError:
+            logger.debug("%s was removed already", known.file)
+
+
+def _is_storable(name: str) -> bool:
+    """Return whether the name can be part of a file's name, and of JSON."""
+    try:
+        return len(name.encode()) <= MAX_NAME
+    except UnicodeEncodeError:  # not of UTF-8
+        return False

@@ -1,0 +1,341 @@
+"""What is chosen where the saves of the job are recorded."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.base.errors import UsageError
+from elastic_ext.checkpoints.choice.decisions import Choice
+from elastic_ext.checkpoints.choice.listing import Known, Wanted, list_checkpoints, newest_complete
+from elastic_ext.checkpoints.record import stored
+from elastic_ext.checkpoints.record.stored import known_saves, read_save
+from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.cli import main
+from tests.checkpoints.choice import scenes
+from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, saved, text
+from tests.checkpoints.record.recording import Script
+
+
+def choice(directory: Path, **wanted: str) -> Choice:
+    return newest_complete(str(directory), Wanted(**wanted))  # type: ignore[arg-type]
+
+
+def chosen(directory: Path) -> str:
+    found = choice(directory)
+    assert not found.question, found.question
+    return os.path.basename(found.resume.path) if found.resume is not None else ""
+
+
+def folder(path: Path, *files: str, at: int = 0) -> str:
+    """A directory of a script's own: model, optimizer and the rest of these."""
+    for name in files or ("model.pt", "optimizer.pt"):
+        if name.endswith(".pt"):
+            saved(path / name, OPTIMIZER if name.startswith("optim") else WEIGHTS, at)
+        else:
+            text(path / name, "{}", at)
+    return path.name
+
+
+def trained(directory: Path, *steps: int, files: tuple[str, ...] = ()) -> Script:
+    """One rank has saved these steps to directories, each proved by a step."""
+    script = Script(directory)
+    for step in steps:
+        script.saves(step, folder(directory / f"step_{step}", *files, at=step)).steps(step + 1)
+    return script
+
+
+def test_the_last_proved_save_is_chosen(tmp_path: Path) -> None:
+    trained(tmp_path, 100, 200).record()
+    assert chosen(tmp_path) == "step_200"
+    assert choice(tmp_path).resume.reason.startswith("last proved save: rank 0 has made a step since")  # type: ignore[union-attr]
+
+
+def test_copies_of_people_are_never_chosen(tmp_path: Path) -> None:
+    trained(tmp_path, 100, 200).record()
+    for name in ("good", "step_100_good", "keep_900"):
+        shutil.copytree(tmp_path / "step_100", tmp_path / name, copy_function=shutil.copyfile)
+    assert chosen(tmp_path) == "step_200"
+
+
+def test_a_later_checkpoint_of_others_is_named(tmp_path: Path) -> None:
+    trained(tmp_path, 100, 200).record()
+    saved(tmp_path / "other_run.pt", TRAINING, 10**6)
+    found = choice(tmp_path)
+    assert found.resume is not None
+    assert [os.path.basename(each.path) for each in found.passed_over] == ["other_run.pt"]
+    assert "set resume_from to its name" in found.passed_over[0].reason
+
+
+FILES = ("model.pt", "optimizer.pt", "state.json")
+
+
+@pytest.mark.parametrize("missing", FILES)
+def test_a_save_cut_short_is_passed_over(tmp_path: Path, missing: str) -> None:
+    """Whether the agent saw its end (it is recorded, not proved), or was killed before (it is not recorded)."""
+    for seen in (True, False):
+        directory = tmp_path / str(seen)
+        script = trained(directory, 100, 200, files=FILES)
+        name = folder(directory / "step_300", *(each for each in FILES if each != missing), at=300)
+        (script.saves(300, name) if seen else script).record()
+        assert chosen(directory) == "step_200"
+
+
+def test_a_whole_save_without_a_step_since(tmp_path: Path) -> None:
+    """Its files are those of the one before it, and each is whole."""
+    for seen in (True, False):
+        directory = tmp_path / str(seen)
+        script = trained(directory, 100, 200, files=FILES)
+        name = folder(directory / "step_300", *FILES, at=300)
+        (script.saves(300, name) if seen else script).record()
+        assert chosen(directory) == "step_300"
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_mixture_in_place_is_never_chosen(tmp_path: Path, seen: bool) -> None:
+    """The agent saw it, or was killed, too, so the record is of the save before."""
+    script = Script(tmp_path).saves(100, folder(tmp_path / "step_100", at=100)).steps(101)
+    script.saves(200, folder(tmp_path / "last", *FILES, at=200)).steps(201)
+    if not seen:
+        script.record()
+    saved(tmp_path / "last" / "model.pt", WEIGHTS, 300)
+    if seen:
+        script.saves(300, "last/model.pt").record()
+    assert chosen(tmp_path) == "step_100"
+    assert any("last" in each.path for each in choice(tmp_path).passed_over)
+
+
+def test_nothing_but_a_mixture(tmp_path: Path) -> None:
+    """A job would stop: to begin from nothing would lose the user's work, too."""
+    script = Script(tmp_path).saves(200, folder(tmp_path / "last", *FILES, at=200)).steps(201)
+    saved(tmp_path / "last" / "model.pt", WEIGHTS, 300)
+    script.saves(300, "last/model.pt").record()
+    assert chosen(tmp_path) == ""
+    assert choice(tmp_path).all_bad
+
+
+def test_all_written_anew_counts_by_its_format(tmp_path: Path) -> None:
+    script = Script(tmp_path).saves(200, folder(tmp_path / "last", *FILES, at=200)).steps(201)
+    script.saves(300, folder(tmp_path / "last", *FILES, at=300)).record()
+    assert chosen(tmp_path) == "last"
+
+
+def test_no_older_round_and_no_number_decides(tmp_path: Path) -> None:
+    """A script that begins again overtakes itself: the record's order counts."""
+    trained(tmp_path, 900).record()
+    trained(tmp_path, 100).record()
+    assert chosen(tmp_path) == "step_100"
+
+
+def test_trained_on_without_the_record(tmp_path: Path) -> None:
+    """With torchrun alone, or with bootstrap=off: a greater number of a recorded kind counts by its format."""
+    trained(tmp_path, 100, 200).record()
+    folder(tmp_path / "step_900", at=900)
+    assert chosen(tmp_path) == "step_900"
+
+
+def test_weights_alone_give_way(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    saved(tmp_path / "step_8.pt", TRAINING, 8)
+    saved(tmp_path / "best.pt", WEIGHTS, 9)
+    text(tmp_path / "metrics.csv", "loss")
+    script.saves(8, "step_8.pt").saves(8, "best.pt").steps(9).saves(9, "metrics.csv").steps(10).record()
+    assert chosen(tmp_path) == "step_8.pt"
+
+
+def test_what_the_script_loads_counts(tmp_path: Path) -> None:
+    """In any format, but no log."""
+    for name in ("state_5.npz", "metrics.csv"):
+        text(tmp_path / name, "data")
+    Script(tmp_path).saves(5, "state_5.npz").steps(6).saves(6, "metrics.csv").steps(7).record()
+    assert chosen(tmp_path) == ""
+    text(tmp_path / "state_9.npz", "data")
+    Script(tmp_path).loads("state_5.npz").loads("metrics.csv").saves(9, "state_9.npz").steps(10).record()
+    assert chosen(tmp_path) == "state_9.npz"
+
+
+def test_files_of_unnamed_ranks_are_a_question(tmp_path: Path) -> None:
+    script = Script(tmp_path, world=2)
+    for step in (100, 200):
+        for rank in (0, 1):
+            saved(tmp_path / f"ckpt_{step}_{rank}.pt", TRAINING, step)
+            script.saves(step, f"ckpt_{step}_{rank}.pt", rank=rank)
+        script.steps(step + 1)
+    script.record()
+    assert "each rank has saved a file of its own" in choice(tmp_path).question
+
+
+def test_files_of_ranks_with_the_word(tmp_path: Path) -> None:
+    """Also where one rank has gone on to a save that the other never began."""
+    script = Script(tmp_path, world=2)
+    for step in (100, 200, 300):
+        for rank in (0, 1) if step < 300 else (0,):
+            saved(tmp_path / f"ckpt_{step}_rank{rank}.pt", TRAINING, step)
+            script.saves(step, f"ckpt_{step}_rank{rank}.pt", rank=rank)
+        script.steps(step + 1, (0, 1) if step < 300 else (0,))
+    script.record()
+    assert chosen(tmp_path) == "ckpt_200_rank*.pt"
+
+
+def test_two_models_of_one_moment_are_a_question(tmp_path: Path) -> None:
+    script = Script(tmp_path)
+    for name in ("G_100.pt", "D_100.pt"):
+        saved(tmp_path / name, TRAINING, 100)
+    script.saves(100, "G_100.pt", "D_100.pt").steps(101).record()
+    assert "checkpoint_pattern" in choice(tmp_path).question
+
+
+def test_quarantine_holds(tmp_path: Path) -> None:
+    trained(tmp_path, 100, 200).record()
+    assert main.main(["checkpoints", "quarantine", str(tmp_path), "step_200"]) == 0
+    assert chosen(tmp_path) == "step_100"
+
+
+def test_what_ls_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, 100, 200).saves(300, folder(tmp_path / "step_300", "model.pt", at=300)).record()
+    saved(tmp_path / "before_lr.pt", {**TRAINING, "step": 150}, 400)
+    scenes.trainer(tmp_path / "checkpoint-50", 50)
+    rows = {each.name: (each.known, each.ranks) for each in list_checkpoints(open_storage(str(tmp_path)))}
+    assert rows == {
+        "step_300": (Known.RECORDED, 1),
+        "step_200": (Known.PROVED, 1),
+        "step_100": (Known.PROVED, 1),
+        "before_lr.pt": (Known.CONTENT, None),
+        "checkpoint-50": (Known.CONTENT, None),
+    }
+    assert main.main(["checkpoints", "ls", str(tmp_path)]) == 0
+    assert "proved" in capsys.readouterr().out
+
+
+def test_prune_takes_only_what_is_recorded(tmp_path: Path) -> None:
+    trained(tmp_path, 300, 400, 500).record()
+    for step in (100, 200):
+        folder(tmp_path / f"step_{step}", at=step)
+    os.symlink("step_300", tmp_path / "best")
+    assert main.main(["checkpoints", "prune", str(tmp_path), "--yes", "--keep-last=1"]) == 0
+    assert {each.name for each in tmp_path.glob("step_*")} == {"step_100", "step_200", "step_300", "step_500"}
+    assert main.main(["checkpoints", "prune", str(tmp_path), "step_100", "--yes", "--keep-last=1"]) == 0
+    assert {each.name for each in tmp_path.glob("step_*")} == {"step_200", "step_300", "step_500"}
+
+
+def test_the_record_of_what_is_gone_goes(tmp_path: Path) -> None:
+    trained(tmp_path, 100, 200).record()
+    shutil.rmtree(tmp_path / "step_100")
+    for step, left in ((300, ["step_100", "step_200", "step_300"]), (400, ["step_200", "step_300", "step_400"])):
+        trained(tmp_path, step).record()
+        assert sorted(known_saves(open_storage(str(tmp_path)))) == left
+
+
+def test_a_mixture_of_two_rounds_is_never_chosen(tmp_path: Path) -> None:
+    Script(tmp_path).saves(200, folder(tmp_path / "last", *FILES, at=200)).steps(201).record()
+    saved(tmp_path / "last" / "model.pt", WEIGHTS, 300)
+    Script(tmp_path).saves(300, "last/model.pt").record()
+    assert chosen(tmp_path) == ""
+
+
+def test_what_was_not_seen_written_is_not_proved(tmp_path: Path) -> None:
+    """By a process that nobody watches, or by C++ code. Its format still says that it is whole."""
+    script = trained(tmp_path, 100)
+    folder(tmp_path / "step_200", *FILES, at=200)
+    script.saves(200, "step_200/model.pt", "step_200/optimizer.pt").steps(201).record()
+    rows = {each.name: each.known for each in list_checkpoints(open_storage(str(tmp_path)))}
+    assert rows == {"step_100": Known.PROVED, "step_200": Known.RECORDED}
+    assert chosen(tmp_path) == "step_200"
+
+
+def test_a_far_smaller_save_is_not_proved(tmp_path: Path) -> None:
+    """The script has caught the error of a full disk, and trained on."""
+    script = Script(tmp_path)
+    for step, size in ((100, 4000), (200, 1000)):
+        text(tmp_path / f"state_{step}.npz", "x" * size)
+        script.saves(step, f"state_{step}.npz").steps(step + 1)
+    script.record()
+    found = known_saves(open_storage(str(tmp_path)))
+    saves = {name: read_save(open_storage(str(tmp_path)), each) for name, each in found.items()}
+    assert {name: each.proved for name, each in saves.items() if each} == {"state_100.npz": True, "state_200.npz": False}
+
+
+def test_a_copy_by_the_script_is_no_newer(tmp_path: Path) -> None:
+    """It copies an older save to `best`, and trains on."""
+    script = trained(tmp_path, 100, 200)
+    shutil.copytree(tmp_path / "step_100", tmp_path / "best")
+    script.saves(210, "best").steps(211).record()
+    assert chosen(tmp_path) == "step_200"
+
+
+def test_a_person_goes_back_by_a_tracker(tmp_path: Path) -> None:
+    trained(tmp_path, 100, 200).record()
+    text(tmp_path / "latest", "step_100", 10**6)
+    assert chosen(tmp_path) == "step_100"
+
+
+def test_a_quarantine_holds_where_a_tool_names_another(tmp_path: Path) -> None:
+    trained(tmp_path, 100, 200).record()
+    text(tmp_path / "latest", "step_100", 300)
+    assert main.main(["checkpoints", "quarantine", str(tmp_path), "step_200"]) == 0
+    assert chosen(tmp_path) == "step_100"
+
+
+def test_a_mixture_cannot_be_asked_for(tmp_path: Path) -> None:
+    trained(tmp_path, 100).saves(200, folder(tmp_path / "last", *FILES, at=200)).steps(201).record()
+    saved(tmp_path / "last" / "model.pt", WEIGHTS, 300)
+    with pytest.raises(UsageError, match=r"last cannot be used: .*model\.pt has been written again"):
+        choice(tmp_path, resume_from="last")
+
+
+def test_saves_before_a_step_are_no_newer(tmp_path: Path) -> None:
+    """Each start of the script saves its first state, in full."""
+    for step, start in ((0, "start_1.pt"), (9, "step_9.pt")):
+        saved(tmp_path / start, {**TRAINING, "step": step}, step)
+    Script(tmp_path).saves(0, "start_1.pt").steps(1).saves(9, "step_9.pt").steps(10).record()
+    saved(tmp_path / "start_2.pt", {**TRAINING, "step": 0}, 100)
+    Script(tmp_path).saves(0, "start_2.pt").steps(1).record()
+    assert chosen(tmp_path) == "step_9.pt"
+
+
+def test_files_of_ranks_in_place_of_two_saves(tmp_path: Path) -> None:
+    script = Script(tmp_path, world=2)
+    for name in ("step_5_rank{}.pt", "last_rank{}.pt"):
+        for rank in (0, 1):
+            saved(tmp_path / name.format(rank), TRAINING, 5)
+            script.saves(5, name.format(rank), rank=rank)
+    script.steps(6).record()
+    saved(tmp_path / "last_rank0.pt", TRAINING, 300)
+    assert chosen(tmp_path) == "step_5_rank*.pt"
+
+
+def test_what_was_rewritten_gives_way(tmp_path: Path) -> None:
+    """The host was lost within a save in place, and nothing says of how many saves it is."""
+    script = trained(tmp_path, 100).saves(200, folder(tmp_path / "last", *FILES, at=200)).steps(201)
+    script.record()
+    folder(tmp_path / "last", *FILES, at=300)
+    assert chosen(tmp_path) == "step_100"
+
+
+def test_an_unreadable_record_stops_no_job(tmp_path: Path) -> None:
+    trained(tmp_path, 100, 200).record()
+    for known in known_saves(open_storage(str(tmp_path))).values():
+        (tmp_path / known.file).unlink()
+        (tmp_path / known.file).mkdir()
+    assert chosen(tmp_path) == "step_200"
+
+
+def test_many_recorded_saves_cost_little(tmp_path: Path) -> None:
+    """One look at the newest, not one for each."""
+    storage = open_storage(str(tmp_path))
+    trained(tmp_path, 100).record()
+    (known,) = known_saves(storage).values()
+    data = storage.read(known.file)
+    for order in range(1, 3000):
+        (tmp_path / f"step_{100 + order}").mkdir()
+        (tmp_path / replace(known, order=order, name=f"step_{100 + order}").file).write_bytes(data)
+    shutil.copytree(tmp_path / "step_100", tmp_path / "step_3099", dirs_exist_ok=True)
+    read: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stored, "read_save", lambda storage, save: read.append(save.name) or read_save(storage, save))
+        assert chosen(tmp_path) == "step_3099"
+    assert len(read) <= 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,6 +16,9 @@ from elastic_ext.timeline import builder, events, model
 from tests.jobs import ROOT
 from tests.status.pages_in_chromium import HTML, PHONE, chromium, document, served
 from tests.until import LIMIT_S
+
+with suppress(ImportError):  # on a fresh machine it lists the fonts, with a process of its own: no test is to be the first
+    import matplotlib.font_manager  # noqa: F401
 
 EVENTS = ROOT / "tests" / "data" / "timeline_events.jsonl"  # made by test_timeline_job.py
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"

@@ -42,7 +42,12 @@ PURE = (
     *("own_etcd/endpoint.py", "own_etcd/decisions.py"),
     *(f"timeline/{name}.py" for name in ("builder", "events", "model")),
     *("telemetry/goodput.py", "status/job_status.py", "events/event_table.py"),
-    *("checkpoints/choice/decisions.py", "checkpoints/memory/pace.py", "checkpoints/record/proof.py"),
+    *(
+        "checkpoints/choice/decisions.py",
+        "checkpoints/choice/messages.py",
+        "checkpoints/memory/pace.py",
+        "checkpoints/record/proof.py",
+    ),
     *("hangs/detector.py", "hangs/lateness.py", "hangs/unanswered.py"),
     "planning/advice.py",
 )

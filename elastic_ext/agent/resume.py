@@ -22,7 +22,7 @@ from elastic_ext.agent import companion, launch
 from elastic_ext.base import contracts, diagnosis, errors, files
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement, listing
-from elastic_ext.checkpoints.choice.decisions import MAX_OFFERS, NONE_SAVED, NewestSaved
+from elastic_ext.checkpoints.choice.messages import MAX_OFFERS, NONE_SAVED, NewestSaved
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage

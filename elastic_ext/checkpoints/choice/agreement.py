@@ -2,7 +2,7 @@
 
 It is the newest of all sources: copies in the nodes' memory, their local directories, and `checkpoint_dir`, which all nodes
 share. Each node offers what it has in its own; the agent of node 0 chooses, once per round, and sends its choice to the
-others (`decisions` has the messages). They wait until they see the checkpoint themselves, because a shared directory may be late
+others (see `messages`). They wait until they see the checkpoint themselves, because a shared directory may be late
 to show what another host has written.
 
 A run that begins at `resume_from` goes on from its own progress after a restart: checkpoints written after it began. When that
@@ -28,8 +28,9 @@ from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, 
 from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import decisions, listing
-from elastic_ext.checkpoints.choice.decisions import Agreement, Choice, NewestSaved, Offers, Resume, Tier
+from elastic_ext.checkpoints.choice import listing, messages, recorded
+from elastic_ext.checkpoints.choice.decisions import Choice, Resume
+from elastic_ext.checkpoints.choice.messages import Agreement, NewestSaved, Offers, Tier
 from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.formats import candidates, detect
 from elastic_ext.checkpoints.formats.candidates import Inspection, order_of, order_or_oldest
@@ -89,7 +90,7 @@ class NodeInRound:
     memory: str = ""  # its directory for copies in memory; "" for none
     # refused, saved: see `Offers`.
     refused: tuple[str, ...] = ()
-    saved: NewestSaved | None = decisions.NONE_SAVED
+    saved: NewestSaved | None = messages.NONE_SAVED
     restarts: bool = False  # this is not the first round
     resumes: bool = False  # a script of this job was seen to take our word for what to resume from
 
@@ -110,18 +111,18 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
     if settings.checkpoint_dir is None:
         return Resumption()
     side = _NodeSide(settings, settings.checkpoint_dir, run_id, place)
-    exchange.offer(decisions.encode(side.offers()))
+    exchange.offer(messages.encode(side.offers()))
     if place.node != 0:
-        return side.seen(decisions.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
+        return side.seen(messages.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
     try:
         received = side.received(exchange)
         agreement = once_there(lambda: side.decide(received))
     except RoundOver:
         raise
     except (ElasticExtError, OSError) as error:
-        exchange.publish(decisions.encode(decisions.failure(error)))
+        exchange.publish(messages.encode(messages.failure(error)))
         raise
-    exchange.publish(decisions.encode(agreement))
+    exchange.publish(messages.encode(agreement))
     return replace(side.resumption(agreement), lost=side.lost)
 
 
@@ -189,7 +190,7 @@ class _NodeSide:
             logger.warning("not resuming from %s: a node has none, or did not report its checkpoints in time", where)
             return []
         try:
-            return [decisions.read_offers(text) for text in texts]
+            return [messages.read_offers(text) for text in texts]
         except RecordError as error:
             logger.warning("not resuming from %s: %s", where, printable(str(error)))
             return []
@@ -202,7 +203,7 @@ class _NodeSide:
         if not any(each.offers or each.memory for each in received):
             return self._remote.newest(None)
         away = self._remote.refresh()
-        memory = decisions.newest_whole(received, self._remote.quarantined.union(*(each.refused for each in received)))
+        memory = messages.newest_whole(received, self._remote.quarantined.union(*(each.refused for each in received)))
         if away is None:
             own = [_from_memory(memory), _from_local_dirs(received, self._remote.quarantined)]
             found = [each for each in own if each is not None]
@@ -215,11 +216,11 @@ class _NodeSide:
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
         return agreement
 
-    def _without_storage(self, away: OSError, memory: decisions.MemoryChoice, received: Sequence[Offers]) -> Agreement:
+    def _without_storage(self, away: OSError, memory: messages.MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
         agreement, local = _from_memory(memory), tiers.newest_loadable(each.offers for each in received)
         # What has answered before may have shown something newer.
-        if agreement is None or self._remote.has_answered or not decisions.needs_no_storage(memory.offer, local, received):
+        if agreement is None or self._remote.has_answered or not messages.needs_no_storage(memory.offer, local, received):
             raise away
         logger.warning(
             "the storage of the checkpoints does not answer: %s; resuming without it from %s in memory, which is as new as any "
@@ -231,11 +232,11 @@ class _NodeSide:
 
     def resumption(self, agreement: Agreement) -> Resumption:
         """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
-        step, reason = agreement.step, printable(agreement.reason[: decisions.MAX_TEXT])
+        step, reason = agreement.step, printable(agreement.reason[: messages.MAX_TEXT])
         if not agreement.name:
             return Resumption("", step, reason, agreement.passed_over)
         directory = self._directory(agreement)
-        files = candidates.files_by_rank(directory, agreement.name)
+        files = recorded.files_by_rank(directory, agreement.name)
         return Resumption(directory.path(agreement.name), step, reason, local=agreement.tier == Tier.LOCAL, files=files)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
@@ -280,13 +281,13 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
 def _listed(own: Storage | None, what: str) -> tuple[tiers.Offer, ...] | None:
     """Return what this node offers from a directory of its own; None without one, or if it cannot be listed."""
     try:
-        return tuple(tiers.offers(own))[: decisions.MAX_OFFERS] if own is not None else None
+        return tuple(tiers.offers(own))[: messages.MAX_OFFERS] if own is not None else None
     except OSError as error:
         logger.warning("cannot list %s: %s", what, error)
         return None
 
 
-def _from_memory(choice: decisions.MemoryChoice) -> Agreement | None:
+def _from_memory(choice: messages.MemoryChoice) -> Agreement | None:
     copy = choice.offer
     reason = "newest copy that is whole in the nodes' memory"
     return Agreement(copy.name, copy.step, reason, Tier.MEMORY) if copy is not None else None
@@ -378,18 +379,18 @@ class RemoteTier:
             if self._place.resumes:
                 raise UsageError(f"only you can say from which checkpoint to go on: {how}")
             logger.error("elastic_ext: only you can say from which checkpoint to go on: %s; your script gets none", how)
-        reason = f"no complete checkpoint in {self._checkpoint_dir}"[: decisions.MAX_TEXT // 2]
+        reason = f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MAX_TEXT // 2]
         seen = choice.question or listing.seen_in(self.storage, self._settings.checkpoint_pattern)
         if choice.passed_over:
             reason += f", {len(choice.passed_over)} passed over; a script that knows its own may resume from one"
         if seen:
-            reason = f"{reason}; {seen}; {listing.FROM_SCRATCH}"[: decisions.MAX_TEXT]
+            reason = f"{reason}; {seen}; {listing.FROM_SCRATCH}"[: messages.MAX_TEXT]
         return Agreement("", reason=reason, passed_over=bool(choice.passed_over or seen))
 
     def _agreement(self, resume: Resume) -> Agreement:
         name = split_path(resume.path)[1]
         tier = Tier.SHARED if self.storage.path(name) == resume.path else Tier.NAMED
-        return Agreement(name, resume.step, resume.reason[: decisions.MAX_TEXT], tier)
+        return Agreement(name, resume.step, resume.reason[: messages.MAX_TEXT], tier)
 
     def _choose(self, verify: detect.Mode) -> Choice:
         """Choose from the run's own progress first, then by resume_from."""

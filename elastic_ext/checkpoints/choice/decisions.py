@@ -1,8 +1,8 @@
-"""What is decided about the checkpoint to resume from. Pure. Between candidates of one directory: how to order them, how far to
-look, and between which families. Between the nodes of a round: what they offer each other, and what node 0 answers.
+"""Which checkpoint of a directory to resume from, where no record says it: how to order candidates, how far to look, and between
+which families. Pure.
 
 A check, which costs I/O, is a callable, called only if its result can still change the choice. A healthy directory of 10,000
-checkpoints costs one check, or two where the one before it shows what a whole one has.
+checkpoints costs one check, or 1 + OLDER where older ones show what a whole one has.
 
 Our own checkpoints are ordered by generation and step, which name and manifest both give. Others are ordered by the numbers in
 their names, or by time if the names have no numbers or do not compare.
@@ -10,40 +10,25 @@ their names, or by time if the names have no numbers or do not compare.
 Some families of names belong together: model, ema and optimizer of the same steps; the best beside the latest. Of these the one
 that holds the state of an optimizer is the one that training resumes from. If that does not decide, only the user can say which:
 `checkpoint_pattern`.
-
-The messages between nodes, which `base.contracts.Exchange` carries:
-
-    every node -> node 0        Offers      the checkpoints in its local directory and its memory, newest first
-    node 0 -> every other node  Agreement   the checkpoint that the round resumes from, or why node 0 has none
-
-A message is one JSON object: `schema` (SCHEMA) and the fields of its class; an offer is the JSON object of a `tiers.Offer`. A
-reader refuses any other schema and ignores unknown fields.
-
-A message gives a checkpoint's name in a directory that each node knows from its own settings, never a path. So an intruder in the
-exchange can make the nodes load another of the job's checkpoints, but never a file of the intruder's.
-
-A copy in memory is whole if each part is on some node. Its workers send each other the parts that they need.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
-from elastic_ext.base import records
-from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
-from elastic_ext.base.printable import printable
-from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks
 from elastic_ext.checkpoints.formats import candidates
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, family_of, numbers_of, step_of, words_of
 from elastic_ext.checkpoints.storage import Entry
 
 MOST_BY_CONTENT = 8  # members of a family that are all looked at, to order them by the steps that they say themselves
+MOMENT_S = 60.0  # between the files of one save; most jobs save more rarely
+OWN_FILES = "each rank has saved a file of its own, and the names do not say which: have them say it, as in step_200_rank1.pt"
 OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
 
 
@@ -133,7 +118,7 @@ class Contender:
     @property
     def is_aside(self) -> bool:
         """Whether it is known to hold no optimizer, and its name has no step and no word of a checkpoint: args.pt."""
-        return self.training is False and not self.family.steps and _ROLES.isdisjoint(words_of(self.entry.name))
+        return self.training is False and not self.family.steps and candidates.NAMES.isdisjoint(words_of(self.entry.name))
 
     @property
     def is_full(self) -> bool:
@@ -170,7 +155,8 @@ def choose(
     for family in found:
         if contenders and not _may_matter(family, contenders):
             continue
-        members, question = _by_content(family, inspect)
+        exact = candidates.is_exact(family.members[0].name, pattern)
+        members, question = _by_content(family, inspect) if not exact else (family.members, "")
         if question:
             return Choice(None, tuple(passed_over), question)
         for older, entry in enumerate(members, 1):
@@ -194,6 +180,9 @@ def choose(
 def _by_content(family: NameFamily, inspect: Callable[[Entry], Inspection]) -> tuple[Sequence[Entry], str]:
     """Return the members, newest first, and a question. Steps that they say themselves go before numbers without a word."""
     members = family.members
+    pieces = _pieces(members)
+    if pieces:
+        return members, f"{', '.join(sorted(each.name for each in pieces)[:4])} are of one save: {OWN_FILES}"
     if family.unit or not 1 < len(members) <= MOST_BY_CONTENT:
         return members, ""
     found = {entry: inspection for entry in members if (inspection := inspect(entry)).complete}
@@ -204,6 +193,35 @@ def _by_content(family: NameFamily, inspect: Callable[[Entry], Inspection]) -> t
         names = ", ".join(sorted(entry.name for entry in members))
         return members, f"{names} are all of step {steps.pop()}, so their numbers count no steps: set resume_from to one of them"
     return sorted(members, key=lambda each: (found[each].step or 0, or_oldest(found[each].written_at)), reverse=True), ""
+
+
+def _pieces(members: Sequence[Entry]) -> Sequence[Entry]:
+    """Return the members that one save seems to have written, as each rank its own file; none if no number is seen to say so.
+
+    It is a number that no word explains. For all values of the others it takes the same ones, and its files were written in one
+    moment: in less than a tenth of the time to the next save.
+    """
+    numbers = {each: candidates.counted(each.name) for each in members}
+    first = numbers[members[0]]
+    for place in (at for at, (_, unit) in enumerate(first) if not unit and len(first) > 1):
+        groups: defaultdict[tuple[int, ...], dict[int, Entry]] = defaultdict(dict)
+        for each, found in numbers.items():
+            values = [value for value, _ in found]
+            groups[tuple(values[:place] + values[place + 1 :])][values[place]] = each
+        largest = max(groups.values(), key=len)
+        alike = len(largest) > 1 and all(group.keys() <= largest.keys() for group in groups.values())
+        if alike and _are_moments([[each.mtime for each in group.values()] for group in groups.values()]):
+            return tuple(largest.values())
+    return ()
+
+
+def _are_moments(saves: Iterable[Sequence[float | None]]) -> bool:
+    """Return whether the files of each save were written in one moment, as far as their times are known."""
+    known = sorted(sorted(time for time in times if time is not None) for times in saves)
+    if not all(known):
+        return True
+    apart = min((later[0] - times[0] for times, later in pairwise(known)), default=10 * MOMENT_S)
+    return all(10 * (times[-1] - times[0]) <= apart for times in known)
 
 
 def _is_copy(
@@ -222,14 +240,14 @@ def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspectio
     as its newest, so no rank or file is missing, however few there are.
     """
     bare = entry.is_dir and inspection.training is False
-    parts = {} if tracked else inspection.parts
-    if not inspection.complete or not (parts or bare):
+    kinds = Counter[str]() if tracked else inspection.kinds
+    if not inspection.complete or not (kinds or bare):
         return inspection
-    before = next((each for each in older if each.complete), inspection)
-    if bare and before.training:
-        reason = "the optimizer is missing that is in the one before it"
+    before = [each for each in older if each.complete]
+    if bare and any(each.training for each in before):
+        reason = "the optimizer is missing that is in one before it"
     else:
-        reason = candidates.lacks(parts, before.parts) if parts else ""
+        reason = candidates.lacking(kinds, [each.kinds for each in before]) if kinds else ""
     return replace(inspection, complete=False, reason=reason, compared=True) if reason else inspection
 
 
@@ -240,7 +258,8 @@ def _may_matter(family: NameFamily, contenders: Sequence[Contender]) -> bool:
         return True
     if best.inspection.training is False or is_copy(best.family.pattern):  # it may have to give way
         return True
-    return are_kin(family, best.family) and not is_copy(family.pattern)
+    of_moment = not (family.steps or best.family.steps) and best.written_at - family.newest <= MOMENT_S
+    return (of_moment or are_kin(family, best.family)) and not is_copy(family.pattern)
 
 
 def _resume(chosen: Contender, pattern: str, family_count: int) -> Resume:
@@ -285,20 +304,11 @@ def or_oldest(seconds: float | None) -> float:
     return float("-inf") if seconds is None else seconds
 
 
-# Words by which parts and copies of the same state differ. One of _COPIES is a copy of an earlier or of the same state.
+# Words for the best or an older state, and for the newest.
 _COPIES = frozenset({"best", "backup", "bak", "copy", "old"})
 _NEWEST = frozenset({"last", "latest", "final", "current", "newest"})
-_PARTS = frozenset(
-    (
-        *("model", "models", "weights", "params", "state", "dict", "ema", "averaged", "avg", "net", "head", "backbone"),
-        *("opt", "optim", "optimizer", "optimizers", "sched", "scheduler", "adapter", "lora", "text", "unet", "vae"),
-        *("g", "d", "gen", "disc", "generator", "discriminator", "encoder", "decoder", "teacher", "student"),
-        *("actor", "critic", "policy", "value", "reward"),
-    )
-)
 _FIRST = frozenset({"model", "checkpoint", "ckpt"})  # in an example for people
 _VERSION = re.compile(r"[-_]v[0-9]+(?![0-9])")
-_ROLES = _COPIES | _NEWEST | _PARTS | {"checkpoint", "ckpt", "trainer", "training"}
 
 
 def resolve(contenders: Sequence[Contender]) -> tuple[Contender, str]:
@@ -317,7 +327,7 @@ def resolve(contenders: Sequence[Contender]) -> tuple[Contender, str]:
     if others and not all(0 <= each.step < best for each in others):  # the best is not known to have done more steps than all
         left = others
     last = max(left, key=lambda each: (each.written_at, each.step))
-    family = [each for each in left if each is last or are_kin(each.family, last.family)]
+    family = [each for each in left if each is last or are_kin(each.family, last.family) or _is_of_moment(each, last)]
     for better in ([each for each in family if each.training], [each for each in family if each.tracked]):
         family = better or family
     lines = {_line(each.family.pattern) for each in family}
@@ -334,17 +344,17 @@ def is_copy(pattern: str) -> bool:
 
 
 def are_kin(one: NameFamily, other: NameFamily) -> bool:
-    """Return whether two families belong together: they share a step, or have no steps and names that differ in their roles.
-
-    Two runs of a job, one after the other, do not.
-    """
+    """Return whether two families share a step, and were written in the same time. Two runs, one after the other, do not."""
     if candidates.OWN_FAMILY in (one.pattern, other.pattern):
         return False
     if one.times and other.times and max(one.times[0], other.times[0]) > min(one.times[1], other.times[1]):
         return False
-    if one.steps or other.steps:
-        return one.unit == other.unit and not one.steps.isdisjoint(other.steps)
-    return words_of(one.pattern) ^ words_of(other.pattern) <= _ROLES
+    return one.unit == other.unit and not one.steps.isdisjoint(other.steps)
+
+
+def _is_of_moment(one: Contender, other: Contender) -> bool:
+    """Return whether two that give no steps were written by the same save, as far as their times say."""
+    return not (one.family.steps or other.family.steps) and abs(one.written_at - other.written_at) <= MOMENT_S
 
 
 def _line(pattern: str) -> tuple[frozenset[str], tuple[str, ...]]:
@@ -365,154 +375,3 @@ def _question(family: Sequence[Contender]) -> str:
         f"{listed} belong together, and {known}: set checkpoint_pattern to the names to resume from, "
         f"e.g. checkpoint_pattern={example.replace('#', '{step}', 1).replace('#', '*')}"
     )
-
-
-# Between the nodes of a round.
-
-NEEDED = "each node needs a tmpfs at /dev/shm, and the same memory_every and memory_limit"
-
-
-@dataclass(frozen=True)
-class NewestSaved:
-    """The newest checkpoint that a node knows of."""
-
-    round: records.Count = 0  # the last round of the node; 0: it has been in none
-    step: int = 0  # the greatest step that this round resumed from or that its workers have seen committed; 0: none
-
-
-NONE_SAVED = NewestSaved()
-
-
-class Tier(str, Enum):
-    """Where a checkpoint is. Each node has a part of one in MEMORY or LOCAL."""
-
-    MEMORY = "memory"
-    LOCAL = "local_dir"
-    SHARED = "checkpoint_dir"
-    NAMED = "resume_from"  # in the directory that this setting names
-
-
-SCHEMA = 2
-MAX_TEXT = 2000  # characters of a reason or an error
-MAX_OFFERS = 16  # per node, the newest
-MAX_NAME = 1024  # characters of a checkpoint's name: the longest key in S3
-
-
-@dataclass(frozen=True)
-class Offers:
-    """The checkpoints in one node's own tiers."""
-
-    usable: bool = False  # the node has a local tier, and rounds may resume from it
-    offers: tuple[Offer, ...] = ()  # in its local directory
-    memory: tuple[Offer, ...] = ()  # copies in its memory
-    refused: tuple[records.Name, ...] = ()  # names of copies in memory, on any node, that this node knows to be bad
-    # The node has memory for copies, even if it holds none; without it, no round of it may resume from one.
-    has_memory: bool = False
-    saved: NewestSaved | None = None  # the newest checkpoint that the node knows of; None: it cannot know
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """The checkpoint that a round resumes from."""
-
-    name: str  # name of the checkpoint; "": begin from nothing
-    step: int | None = None  # None if neither its content nor its name gives one
-    reason: str = ""  # why this one, for people
-    tier: Tier = Tier.SHARED  # where it is
-    # There is no name, but some entries may be checkpoints: a script that knows them may resume from one.
-    passed_over: bool = False
-    error: str = ""  # why node 0 has no answer, for people; "" if it has one
-    bad: bool = False  # the error is that checkpoints exist, but none may be used
-    away: bool = False  # the error is that the storage does not answer
-
-
-def encode(message: Offers | Agreement) -> str:
-    return records.encode(message, SCHEMA)
-
-
-def failure(error: Exception) -> Agreement:
-    """Return the message for an error that keeps node 0 from choosing a checkpoint."""
-    bad, away = isinstance(error, BadCheckpoints), isinstance(error, StorageAway)
-    return Agreement("", error=str(error)[:MAX_TEXT], bad=bad, away=away)
-
-
-def read_offers(text: str) -> Offers:
-    """Parse the message of a node to node 0. Raises RecordError."""
-    return records.read(Offers, text, "what a node has in its local_dir", SCHEMA)
-
-
-def read_agreement(text: str) -> Agreement:
-    """Parse the message of node 0.
-
-    Raises:
-        BadCheckpoints: node 0 found that no checkpoint may be used.
-        StorageAway: the storage does not answer node 0.
-        UsageError: node 0 failed in another way, or this is not a message from node 0.
-    """
-    try:
-        found = records.read(Agreement, text, "the message of group rank 0 about the checkpoint to resume from", SCHEMA)
-    except records.RecordError as error:
-        raise UsageError(printable(str(error))) from error
-    if found.error:
-        kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
-        raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
-    name = found.name
-    if not (candidates.order_of(name) is not None if found.tier in (Tier.MEMORY, Tier.LOCAL) else _is_name(name)):
-        raise UsageError(
-            f"group rank 0 sent {printable(name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
-            "another program writes to the rendezvous store"
-        )
-    return found
-
-
-def _is_name(name: str) -> bool:
-    """Return whether this is the name of an entry directly in a directory, or "" for nothing."""
-    return len(name) <= MAX_NAME and name not in (".", "..") and "/" not in name and "\0" not in name
-
-
-@dataclass(frozen=True)
-class MemoryChoice:
-    offer: Offer | None  # None: no copy is whole
-    lost: tuple[tuple[str, str], ...] = ()  # the newer ones, which cannot be loaded, with the reason for each; newest first
-
-
-def newest_whole(nodes: Sequence[Offers], refused: Collection[str] = ()) -> MemoryChoice:
-    """Choose among the copies in memory of these nodes, which are in the order of their ranks. refused: names not to use."""
-    without = next((number for number, node in enumerate(nodes) if not node.has_memory), None)
-    lost: list[tuple[str, str]] = []
-    copies = missing_ranks(node.memory for node in nodes)
-    for copy in sorted(copies, key=lambda each: (candidates.order_or_oldest(each.name), each.digest), reverse=True):
-        if copy.name in refused:
-            continue
-        if without is not None:
-            lost.append((copy.name, f"node {without} has no memory for copies: {NEEDED}"))
-        elif copies[copy]:
-            lost.append((copy.name, f"no node has the part of rank {copies[copy][0]}"))
-        else:
-            return MemoryChoice(copy, tuple(lost))
-    return MemoryChoice(None, tuple(lost))
-
-
-def needs_no_storage(copy: Offer | None, local: Offer | None, nodes: Sequence[Offers]) -> bool:
-    """Return whether a whole copy is at least as new as any checkpoint that the nodes know of.
-
-    If so, a round resumes from it although the storage of the checkpoints does not answer. Else the storage is waited for: to
-    resume from an older copy would supersede what was saved later.
-
-    A round resumes from the newest of all tiers. So only what its workers have saved can be newer than that, and their agents see
-    each commit. Steps are enough to compare: within a round they only grow, and workers that load remove the copies of other
-    groups. A node that was not in the last round may still have those. What a script saves and does not report
-    (`elastic_ext.report_saved`), and what only nodes that are lost have seen, no node knows of.
-
-    copy: the newest whole copy; None: no copy is whole. local: the newest checkpoint in the nodes' local directories.
-    """
-    known = [node.saved for node in nodes if node.saved is not None]
-    if (
-        copy is None
-        or len(known) < len(nodes)
-        or (local is not None and candidates.order_or_oldest(local.name) > candidates.order_or_oldest(copy.name))
-    ):
-        return False
-    last = max(saved.round for saved in known)
-    held_by = {saved.round for saved, node in zip(known, nodes, strict=True) if node.memory}
-    return held_by == {last} and copy.step >= max(saved.step for saved in known if saved.round == last)

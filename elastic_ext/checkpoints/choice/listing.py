@@ -68,14 +68,14 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
         # of a directory that is written over in place the time does not change
         found = [entry for entry in found if entry.is_dir or entry.mtime is None or entry.mtime > wanted.since]
     marked = any(entry.name == own_files.MARKERS for entry in listed)
-    # our own checkpoints say on their own which is the newest
-    book = RecordBook(storage) if marked and not any(order_of(each.name) for each in found) else None
-    loaded = _loaded(book, listed) if book is not None else []
+    # our own checkpoints say on their own which is the newest, without the record
+    ours = any(order_of(each.name) for each in found)
+    book = RecordBook(storage) if marked and (wanted.resume_from or not ours) else None
+    loaded = _loaded(book, listed) if book is not None and not ours else []
     inspector = Inspector(storage, wanted, marked, frozenset(each.name for each in loaded))
     found += loaded
     if wanted.resume_from:
-        named = RecordBook(storage) if marked else None
-        return _asked_for(storage, found, lambda each: _by_record(each, inspector(each), named), wanted)
+        return _asked_for(storage, found, lambda each: _by_record(each, inspector(each), book), wanted)
 
     def by_names(entries: Sequence[Entry]) -> Choice:
         return decisions.choose(entries, inspector, wanted.pattern, tracked(found, trackers), inspector.glance, alike)
@@ -421,8 +421,8 @@ def _folders(storage: Storage, listed: Sequence[Entry]) -> Iterator[tuple[str, l
             content = list(islice(storage.entries(folder), MAX_NAMES))
         except (FileNotFoundError, PermissionError):
             continue
-        names = layouts.top_names(content)
-        if len(content) in (0, MAX_NAMES) or layouts.layout_of(folder.rpartition("/")[2], names) or layouts.is_dcp(folder, names):
+        is_one = layouts.layout_of(folder.rpartition("/")[2], layouts.top_names(content)) is not None
+        if is_one or len(content) in (0, MAX_NAMES):
             continue
         yield folder, content
         if depth < MAX_DEPTH:

@@ -16,20 +16,23 @@ chosen. If such a checkpoint was written later, the choice says so.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from elastic_ext.checkpoints.choice import decisions
 from elastic_ext.checkpoints.choice.decisions import Choice, Contender, PassedOver, Resume
+from elastic_ext.checkpoints.formats import candidates
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, numbers_of
 from elastic_ext.checkpoints.record.fold import pattern_of
 from elastic_ext.checkpoints.record.stored import KnownSave, RecordBook, RecordVerdict, Trust
-from elastic_ext.checkpoints.storage import Entry
+from elastic_ext.checkpoints.storage import Entry, Storage
 
+_NUMBER = re.compile(r"([0-9]+)")
 MOST_FOREIGN = 4  # kinds that are looked at only to say that they are there
 MOST_COMPARED = 32  # saves, the last ones
-OWN_FILES = "each rank has saved a file of its own, and the names do not say which: have them say it, as in step_200_rank1.pt"
 FOREIGN = "it was written later, but no save of it is recorded: if this job is to go on from it, set resume_from to its name"
 
 
@@ -62,10 +65,7 @@ def choose(
     not refuse, where it does not decide: it has none that can be resumed. alike: returns whether two have the same bytes.
     pattern: the setting checkpoint_pattern.
     """
-    listed = [each for each in entries if not each.unusable]
-    kinds: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in listed:
-        kinds[pattern_of(entry.name)].append(entry)
+    kinds = _kinds(entries, book)
     passed_over: list[PassedOver] = []
     recorded = {kind: members for kind, members in kinds.items() if any(map(book.known, members))}
     found = [_newest(members, book, inspect, alike, passed_over) for members in recorded.values()]
@@ -78,13 +78,60 @@ def choose(
         refused = {each.path for each in passed_over}
         choice = by_names([each for each in entries if each.path not in refused])
         return replace(choice, passed_over=(*passed_over, *choice.passed_over))
-    best, question = _of_one_moment([each for each in left if each.moment == left[0].moment], recorded, book)
+    best, question = _of_one_moment([each for each in left if each.moment == left[0].moment])
     if question:
         return Choice(None, tuple(passed_over), question)
     others = [members for kind, members in kinds.items() if kind not in recorded]
     passed_over += _foreign(others, best.inspection, inspect)
     step = decisions.step_in(best.entry, best.inspection, pattern)
     return Choice(Resume(best.entry.path, step, _reason(best)), tuple(passed_over))
+
+
+def _kinds(entries: Sequence[Entry], book: RecordBook) -> dict[str, list[Entry]]:
+    """Return the usable entries by their names with "#" for digits; one stands for all files that the ranks wrote for a save.
+
+    The names may not say so. But by the record, each rank has written its own file, and no other number in their names differs.
+    """
+    kinds: defaultdict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        if not entry.unusable:
+            kinds[pattern_of(entry.name)].append(entry)
+    for kind, members in kinds.items():
+        places = _places_of_ranks(members, book) if kind.count("#") > 1 else ()
+        groups: defaultdict[str, list[Entry]] = defaultdict(list)
+        for each in members if places else ():
+            text = _NUMBER.split(each.name)
+            groups["".join(candidates.ANY if at in places else part for at, part in enumerate(text))].append(each)
+        kinds[kind] = [candidates.join(*each) for each in groups.items()] or members
+    return dict(kinds)
+
+
+def _places_of_ranks(members: Sequence[Entry], book: RecordBook) -> tuple[int, ...]:
+    """Return where names of one moment differ that two ranks have written, as places in `_NUMBER.split`; none if none have."""
+    single = [each for each in members if not (each.is_dir or each.parts)]
+    recorded = sorted(((known, each.name) for each in single if (known := book.known(each)) is not None), reverse=True)
+    for (known, name), (older, other) in pairwise(recorded[:3]):
+        one, two = book.read(known), book.read(older)
+        if one is None or two is None or (known.attempt, one.count) != (older.attempt, two.count):
+            continue
+        if len(one.ranks) == len(two.ranks) == 1 and one.ranks != two.ranks:
+            pairs = zip(_NUMBER.split(name), _NUMBER.split(other), strict=True)
+            return tuple(at for at, (first, second) in enumerate(pairs) if first != second)
+    return ()
+
+
+def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
+    """Return by rank the paths of a checkpoint's files, see `candidates.files_by_rank`; by the record where names do not say it.
+
+    Raises OSError.
+    """
+    found = candidates.files_by_rank(storage, name)
+    entry = candidates.entry_of(storage, name) if candidates.ANY in name and not found else None
+    if entry is None or candidates.rank_name(entry.parts[0].name) is not None:
+        return found
+    book = RecordBook(storage)
+    saved = [(book.saved(part), part.path) for part in entry.parts]
+    return {save.ranks[0]: path for save, path in saved if save is not None and len(save.ranks) == 1}
 
 
 def _has_optimizer(each: _Usable) -> bool:
@@ -153,18 +200,9 @@ def _judged(entry: Entry, inspection: Inspection, book: RecordBook) -> tuple[Ins
     return inspection, verdict
 
 
-def _of_one_moment(left: Sequence[_Usable], recorded: Mapping[str, Sequence[Entry]], book: RecordBook) -> tuple[_Usable, str]:
+def _of_one_moment(left: Sequence[_Usable]) -> tuple[_Usable, str]:
     """Return what was saved last of several kinds of the same moment; or a question."""
     best = left[0]
-    for entry in recorded[pattern_of(best.entry.name)]:
-        known = book.known(entry)
-        if entry.is_dir or entry.parts or entry == best.entry or known is None or known.attempt != best.known.attempt:
-            continue
-        saved, own = book.saved(entry) if abs(known.order - best.known.order) < MOST_COMPARED else None, best.verdict.save
-        if saved is None or own is None:
-            continue
-        if saved.count == own.count and len(saved.ranks) == len(own.ranks) == 1 and saved.ranks != own.ranks:
-            return best, f"{entry.name} and {best.entry.name} are of the same step: {OWN_FILES}"
     if len(left) == 1:
         return best, ""
     contenders = [Contender(decisions.families([each.entry])[0], each.entry, each.inspection, False) for each in left]

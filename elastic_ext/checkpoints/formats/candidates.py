@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from elastic_ext.base.settings import compile_pattern
+from elastic_ext.checkpoints.record.fold import pattern_of
 from elastic_ext.checkpoints.storage import Entry, Storage
 
 OWN_FAMILY = "step_#.g# of elastic_ext"
@@ -131,6 +132,11 @@ def numbers_of(name: str, pattern: str = "") -> tuple[int, ...]:
     if order is not None:
         return order
     return _pattern_numbers(name, pattern) or tuple(number.value for number in _counting(name))
+
+
+def counted(name: str) -> tuple[tuple[int, str], ...]:
+    """Return all whole numbers in a name, each with its unit: STEP, EPOCH, OTHER, MODEL, or "" if no word says what it counts."""
+    return tuple((each.value, each.unit) for each in _numbers(name))
 
 
 def unit_of(name: str) -> str:
@@ -263,11 +269,6 @@ def _numbers(name: str) -> list[_Number]:
 
 MAX_RANKS = 1 << 20  # a grid with more is a mistake in a name
 
-# States of random number generators: a load can do without one.
-_OF_RANDOM = ("rng_state", "rng_states", "random_state", "random_states")
-_ZERO = "zero_pp_rank"  # DeepSpeed's
-_OF_ALL = ("rank", "global_rank", _ZERO)
-
 
 def grouped(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries, with one in place of all files that the ranks wrote for the same checkpoint.
@@ -283,17 +284,20 @@ def grouped(entries: Iterable[Entry]) -> list[Entry]:
     several = {family_of(pattern) for pattern, members in groups.items() if len(members) > 1}
     joined = {pattern: members for pattern, members in groups.items() if family_of(pattern) in several}
     alone = {entry.name for members in joined.values() for entry, _ in members}
-    return [entry for entry in listed if entry.name not in alone] + [_join(*each) for each in joined.items()]
+    left = [entry for entry in listed if entry.name not in alone]
+    for pattern, members in joined.items():
+        members.sort(key=lambda each: each[1].ranks)
+        missing = missing_rank([name for _, name in members])
+        torn = f"the file of rank {missing} is missing: {len(members)} are there" if missing else ""
+        left.append(replace(join(pattern, [entry for entry, _ in members]), torn=torn))
+    return left
 
 
-def _join(pattern: str, members: Sequence[tuple[Entry, RankName]]) -> Entry:
-    in_order = sorted(members, key=lambda each: each[1].ranks)
-    parts = tuple(entry for entry, _ in in_order)
+def join(name: str, parts: Sequence[Entry]) -> Entry:
+    """Return one entry in place of these files. name: theirs, with ANY for what differs."""
     times = [part.mtime for part in parts if part.mtime is not None]
-    path = parts[0].path.removesuffix(parts[0].name) + pattern
-    size, missing = sum(part.size for part in parts), missing_rank([name for _, name in in_order])
-    torn = f"the file of rank {missing} is missing: {len(parts)} are there" if missing else ""
-    return Entry(pattern, path, False, size, max(times, default=None), parts=parts, torn=torn)
+    path = parts[0].path.removesuffix(parts[0].name) + name
+    return Entry(name, path, False, sum(part.size for part in parts), max(times, default=None), parts=tuple(parts))
 
 
 def missing_rank(names: Sequence[RankName]) -> str:
@@ -324,28 +328,6 @@ def _axis(names: Sequence[RankName], number: int) -> Sequence[int]:
     return range(1, total + 1) if from_one else range(max(total, max(values) + 1))
 
 
-def too_few(families: Mapping[str, Sequence[RankName]]) -> str:
-    """Return which files of a checkpoint fewer ranks wrote than must have, for people; "" if none are seen. families: by pattern.
-
-    The random states of all processes show how many there are, else files alike, in the same folder or above. One group of ranks
-    may write for all (rank 0, or with MiCS the first that shares a model): then its size divides their number. DeepSpeed has such
-    groups only where they write the model, too. Names that say how many there are do not count here.
-    """
-    groups: defaultdict[tuple[str, tuple[str, ...]], dict[str, int]] = defaultdict(dict)
-    for pattern, names in sorted(families.items()):
-        if names[0].totals[0] is None:
-            groups[pattern[: pattern.rfind("/") + 1], names[0].words][pattern] = len(names)
-    for (folder, words), counts in groups.items():
-        near = [(each, count) for (above, each), found in groups.items() if folder.startswith(above) for count in found.values()]
-        alike = [count for each, count in near if each == words]
-        total = max([count for each, count in near if each[0] in _OF_RANDOM] or alike)
-        for pattern, count in counts.items() if words[0] in _OF_ALL else ():
-            each_writes = words[0] == _ZERO and (len(alike) == 1 or count < max(alike))
-            if count < total and (each_writes or total % count):
-                return f"{pattern}: the files of {total - count} of {total} ranks are missing"
-    return ""
-
-
 def by_pattern(paths: Iterable[str]) -> dict[str, list[RankName]]:
     """Return the names of files below a directory that name a rank, those of the same pattern together."""
     groups: defaultdict[str, list[RankName]] = defaultdict(list)
@@ -356,35 +338,29 @@ def by_pattern(paths: Iterable[str]) -> dict[str, list[RankName]]:
     return dict(groups)
 
 
-def parts_of(paths: Iterable[str]) -> dict[str, frozenset[tuple[int, ...]]]:
-    """Return what the files of a checkpoint are called, with "#" for other numbers than a rank's, and the numbers of each file.
+def kinds_of(names: Iterable[str]) -> Counter[str]:
+    """Return how many files there are of each name, with "#" for digits. Where names say how many there must be, one counts."""
+    kinds: Counter[str] = Counter()
+    for name in names:
+        rank, pattern = rank_name(name), pattern_of(name)
+        kinds[pattern] = 1 if rank is not None and None not in rank.totals else kinds[pattern] + 1
+    return kinds
 
-    Other numbers that all of them have do not count, such as a step. Nor do ranks where the names say how many there are, or of
-    random states.
+
+def lacking(kinds: Counter[str], older: Sequence[Counter[str]]) -> str:
+    """Return what a checkpoint lacks that older whole ones have, for people; "" for nothing, or if it has others instead.
+
+    older: the newest first. Of each name it must have as many files as that one, and one if any of them has one.
     """
-    found: defaultdict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
-    for path in paths:
-        name = rank_name(path)
-        pattern = name.pattern if name is not None else path
-        counts = name is not None and None in name.totals and not set(name.words) <= {*_OF_RANDOM}
-        others = tuple(map(int, _DIGITS.findall(pattern)))
-        found[_DIGITS.sub("#", pattern)].append((others, name.ranks if name is not None and counts else ()))
-    alike = {pattern: set[int].intersection(*(set(others) for others, _ in each)) for pattern, each in found.items()}
-    return {
-        pattern: frozenset((*(number for number in others if number not in alike[pattern]), *ranks) for others, ranks in each)
-        for pattern, each in found.items()
-    }
-
-
-def lacks(parts: Mapping[str, frozenset[tuple[int, ...]]], older: Mapping[str, frozenset[tuple[int, ...]]]) -> str:
-    """Return what a checkpoint lacks that an older whole one has, for people; "" for nothing, or if it has others instead."""
-    for pattern in sorted(older):
-        if parts.get(pattern, older[pattern]) < older[pattern]:
-            counts = f"{pattern}: {len(parts[pattern])}, not {len(older[pattern])}"
-            unsaid = "the save did not finish, or the job has shrunk, and nothing in it says which"
-            return f"it has fewer files than the one before it ({counts}): {unsaid}"
-    missing = sorted(older.keys() - parts.keys()) if parts.keys() <= older.keys() else []
-    return f"no {missing[0]}, which the one before it has: the save did not finish" if missing else ""
+    before = older[0] if older else Counter[str]()
+    fewer = sorted(kind for kind, count in before.items() if 0 < kinds[kind] < count)
+    if fewer:
+        counts = f"{fewer[0]}: {kinds[fewer[0]]}, not {before[fewer[0]]}"
+        unsaid = "the save did not finish, or the job has shrunk, and nothing in it says which"
+        return f"it has fewer files than the one before it ({counts}): {unsaid}"
+    known = set[str]().union(*older)
+    gone = sorted(known - kinds.keys()) if kinds.keys() <= known else []
+    return f"no {gone[0]}, which one before it has: the save did not finish" if gone else ""
 
 
 def entry_of(storage: Storage, name: str) -> Entry | None:
@@ -392,7 +368,10 @@ def entry_of(storage: Storage, name: str) -> Entry | None:
     found = storage.stat(name)
     if found is not None or ANY not in name:
         return found
-    return next((entry for entry in grouped(storage.listed()) if entry.name == name), None)
+    fits = re.compile(re.escape(name).replace(re.escape(ANY), r"\d+")).fullmatch
+    parts = [each for each in storage.listed() if fits(each.name) and not (each.is_dir or each.unusable)]
+    joined = [each for each in grouped(parts) if each.name == name]
+    return joined[0] if joined else join(name, parts) if parts else None
 
 
 def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
@@ -433,8 +412,7 @@ class Inspection:
     distrusted: bool = False  # it looks complete, but must not be used
     unreadable: OSError | None = None  # why it could not be read; it may be complete. None: it was read
     training: bool | None = None  # whether it holds the state of an optimizer; None: not known
-    # what a save may have left out, see `parts_of`; none if it is known to be whole
-    parts: Mapping[str, frozenset[tuple[int, ...]]] = field(default_factory=dict)
+    kinds: Counter[str] = field(default_factory=Counter)  # of its files, see `kinds_of`; none if it is known to be whole
     compared: bool = False  # it is incomplete only by what lies beside it, or by the times of its files
 
 

@@ -119,6 +119,8 @@ def check(storage: Storage, entry: Entry, named: bool = False) -> Inspection:
     except OSError as error:
         away = None if storage.means_damage(error) else error
         return Inspection(False, format, f"it cannot be read: {error.strerror or error}", unreadable=away)
+    if named and found.compared and not entry.is_dir:  # in a form that does not show its end
+        found = replace(found, complete=True)
     return replace(found, complete=False, reason=entry.torn, compared=True) if entry.torn and found.complete else found
 
 
@@ -158,8 +160,8 @@ def _check_files(storage: Storage, entry: Entry) -> Inspection:
     if bad is not None:
         return replace(found[bad], reason=f"{entry.parts[bad].name}: {found[bad].reason}")
     reason = f"the files of all {len(found)} ranks are there, {found[0].reason}"
-    parts = candidates.parts_of(part.name for part in entry.parts)
-    return replace(found[0], reason=reason, written_at=entry.mtime, size=entry.size, parts=parts)
+    kinds = candidates.kinds_of(part.name for part in entry.parts)
+    return replace(found[0], reason=reason, written_at=entry.mtime, size=entry.size, kinds=kinds)
 
 
 def _check_file(storage: Storage, entry: Entry) -> Inspection:
@@ -168,9 +170,8 @@ def _check_file(storage: Storage, entry: Entry) -> Inspection:
     with storage.open(entry.name) as file:
         if entry.name.endswith(single_files.SAFETENSORS_SUFFIX):
             return single_files.check(entry, file)
-        start = file.read(single_files.LEGACY_START)
         by_suffix = entry.name.endswith(candidates.TORCH_SAVE_SUFFIXES)
-        if by_suffix or start.startswith(_ZIP) or single_files.is_legacy(start):
+        if by_suffix or file.read(len(_ZIP)) == _ZIP:
             found = single_files.check(entry, file)
             if by_suffix or found.format != UNKNOWN:
                 return replace(found, format=TORCH_SAVE) if found.format == UNKNOWN else found
@@ -376,14 +377,13 @@ def _read_content(opened: IO[bytes], file: _File, path: str, count: Count) -> Co
         except (ValueError, RecursionError) as error:
             return Content(f"it is not JSON: {error}")
         return Content()
-    start = opened.read(single_files.LEGACY_START)
-    if start.startswith(single_files.ZIP_MAGIC) or single_files.is_legacy(start):
+    if opened.read(len(single_files.ZIP_MAGIC)) == single_files.ZIP_MAGIC:
         return single_files.read_torch_save(opened)
+    seen = single_files.check(Entry(path, path, False, file.size, None), opened)
     of_torch = path.endswith(candidates.TORCH_SAVE_SUFFIXES) and not path.endswith(".bin")
-    if of_torch and file.name not in ("", path):  # within a directory, other programs use these suffixes, too
-        of_torch = single_files.check(Entry(path, path, False, file.size, None), opened).format != UNKNOWN
-    if of_torch:
-        return single_files.read_torch_save(opened)
+    # within a directory, other programs use these suffixes, too
+    if of_torch and not seen.compared and (seen.format != UNKNOWN or file.name in ("", path)):
+        return Content(f"damaged: {seen.reason}")
     return Content(note="no checksum is known: only the size was checked")
 
 

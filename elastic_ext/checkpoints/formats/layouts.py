@@ -9,8 +9,9 @@ JSON, and files of which each rank wrote its own.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -92,7 +93,7 @@ def parse_metadata(data: bytes) -> tuple[list[Item], list[str]]:
 
     Raises PeekError.
     """
-    value = peek(data).value
+    value = peek(data)
     stored, keys = (value.field(name) if isinstance(value, StandIn) else None for name in ("storage_data", "state_dict_metadata"))
     found = []
     for info in stored.values() if isinstance(stored, dict) else ():
@@ -138,8 +139,8 @@ _OPTIMIZER = re.compile(r"optim|_states\.pt$|recipe_state", re.IGNORECASE)
 _NO_STEP = re.compile(r"optim|sched|rng|random|sampler|scaler|dl_state|dataloader|training_args", re.IGNORECASE)
 
 
-States = Mapping[str, Mapping[str, object]]
-"""The objects in the JSON files that give step and epoch, by path."""
+Documents = Mapping[str, Mapping[str, object]]
+"""The objects in JSON files, by path; an empty one if a file holds another value."""
 
 
 class TornCheckpoint(Exception):
@@ -189,64 +190,65 @@ def read_tree(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Tree:
     return Tree(entry.name, files, frozenset(folders))
 
 
-def _check_parts(storage: Storage, tree: Tree) -> Inspection:
+def _check_parts(storage: Storage, tree: Tree, documents: Documents) -> Inspection:
     """Check all parts; return what those of a whole tree say, of format UNKNOWN if none of them is known.
 
     Raises TornCheckpoint, OSError.
     """
-    _check_names(storage, tree)
-    _check_json(storage, tree)
+    _check_names(tree, documents)
     shards = [_check_shards(storage, tree, *each) for each in sorted(tree.shard_folders.items())]
     paths = tree.checked()
     with thread_pool() as pool:
         files = list(pool.map(lambda path: _check_file(storage, tree, path), paths))
     numbered = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
-    metadata = [path for path in tree.files if path.endswith(METADATA)]
     times = [each.mtime for path, each in tree.files.items() if path.endswith((*_CHECKED, METADATA, SHARD_SUFFIX))]
+    written_at = max((time for time in times if time is not None), default=None)
     trained = {each.training for each in (*shards, *files)} | {True for path in tree.files if _OPTIMIZER.search(path)}
     return Inspection(
         complete=True,
         format=FILES if shards or any(each is not _FOREIGN for each in files) else UNKNOWN,
         reason=f"all {len(tree.files)} files are whole",
-        written_at=max((time for time in times if time is not None), default=None),
+        written_at=written_at,
         step=next((each.step for each in numbered if each.step is not None), None),
         epoch=next((each.epoch for each in numbered if each.epoch is not None), None),
         size=sum(each.size for each in tree.files.values()),
         training=True in trained or (None if None in trained else False),
-        parts=candidates.parts_of([*paths, *metadata]) if tree.files.keys().isdisjoint(_LAST) else {},
+        kinds=_kinds(tree, written_at) if tree.files.keys().isdisjoint(_LAST) else Counter(),
     )
 
 
-def read_json(storage: Storage, tree: Tree, path: str) -> Mapping[str, object]:
-    """Return the object in a JSON file. Raises TornCheckpoint, OSError."""
-    try:
-        value = json.loads(storage.read(f"{tree.name}/{path}"))
-    except (ValueError, RecursionError) as error:
-        raise TornCheckpoint(f"{path} is damaged: {error}") from error
-    if not isinstance(value, dict):
-        raise TornCheckpoint(f"{path} is damaged: it holds a {type(value).__name__}, expected an object")
-    return value
+def _kinds(tree: Tree, written_at: float | None) -> Counter[str]:
+    """Return the kinds of files that the save wrote: not shards, which `.metadata` names, nor results that were added later."""
+    latest = math.inf if written_at is None else written_at + GRACE_S
+    files = ((path, each.mtime or 0.0) for path, each in tree.files.items() if not path.endswith(SHARD_SUFFIX))
+    return candidates.kinds_of(path for path, mtime in files if mtime <= latest)
 
 
-def _check_json(storage: Storage, tree: Tree) -> None:
-    """Check that no small JSON file is cut short. Lines of JSON, each a value of its own, are whole, too."""
+def _read_json(storage: Storage, tree: Tree) -> Documents:
+    """Return what the JSON files hold that are small, or that say something. Of lines of JSON, each a value, that is the first.
+
+    Raises TornCheckpoint if one is cut short, OSError.
+    """
+    found = {}
     for path, entry in sorted(tree.files.items()):
-        if path.endswith(".json") and entry.size <= MAX_JSON:
+        if path in _STATES or path.endswith(INDEX_SUFFIX) or (path.endswith(".json") and entry.size <= MAX_JSON):
             text = storage.read(f"{tree.name}/{path}").decode(errors="replace").lstrip()
             try:
-                json.JSONDecoder().raw_decode(text)
+                value, _ = json.JSONDecoder().raw_decode(text)
             except (ValueError, RecursionError) as error:
-                raise TornCheckpoint(f"{path} is cut short: {error}") from error
+                raise TornCheckpoint(f"{path} is cut short or damaged: {error}") from error
+            found[path] = value if isinstance(value, dict) else {}
+    return found
 
 
-def _check_names(storage: Storage, tree: Tree) -> None:
+def _check_names(tree: Tree, documents: Documents) -> None:
     """Check that no rank's file is missing, by the names alone; no index of weights, which comes last, and none that it lists."""
     for part in filter(None, map(_NUMBERED.fullmatch, sorted(tree.files))):
         index = f"{part[1]}.{part[3]}{INDEX_SUFFIX}"
         if int(part[2]) > 1 and index not in tree.files:
             raise TornCheckpoint(f"no {index} beside {part[0]}, the save did not finish")
     for path in sorted(path for path in tree.files if path.endswith(INDEX_SUFFIX)):
-        weights = read_json(storage, tree, path).get("weight_map")
+        weights = documents[path].get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
             raise TornCheckpoint(f"{path} is damaged: it has no weight_map")
         folder = path[: path.rfind("/") + 1]
@@ -256,9 +258,8 @@ def _check_names(storage: Storage, tree: Tree) -> None:
     by_ranks = candidates.by_pattern(tree.files)
     missing = [(pattern, candidates.missing_rank(by_ranks[pattern])) for pattern in sorted(by_ranks)]
     faults = [f"{pattern}: the file of rank {rank} is missing" for pattern, rank in missing if rank]
-    fault = faults[0] if faults else candidates.too_few(by_ranks)
-    if fault:
-        raise TornCheckpoint(f"{fault}, the save did not finish")
+    if faults:
+        raise TornCheckpoint(f"{faults[0]}, the save did not finish")
 
 
 def _check_file(storage: Storage, tree: Tree, path: str) -> Inspection:
@@ -295,7 +296,7 @@ class Layout:
     # A file that the tool writes last, or without which nothing works: its name for people, and a pattern of its path.
     needs: tuple[str, str] | None = None
     # Returns what else a save that did not finish lacks, or "".
-    missing: Callable[[Tree, States], str] = lambda tree, states: _tracked(tree)
+    missing: Callable[[Tree, Documents], str] = lambda tree, documents: _tracked(tree)
     last: str = ""  # path of a file that the tool writes after weights and optimizer
 
     def claims(self, name: str, top: Iterable[str]) -> bool:
@@ -305,13 +306,13 @@ class Layout:
         return fits and all(any(re.fullmatch(sign, each) for each in names) for sign in self.signs)
 
 
-def _trainer(tree: Tree, states: States) -> str:
+def _trainer(tree: Tree, documents: Documents) -> str:
     """The Trainer writes weights, optimizer, scheduler, states of random numbers and STATE, in this order (`_save_checkpoint` in
     transformers/trainer.py, 4.40 to 5.24). Ranks do not wait for each other at the end, so every part must be checked.
 
     A load can do without the states of random numbers; save_only_model writes none of the states.
     """
-    step = states[STATE].get("global_step")
+    step = documents[STATE].get("global_step")
     if not is_count(step):
         return f"{STATE} has global_step {str(step)[:50]}, expected a whole number, 0 or more"
     deepspeed = [folder for folder in tree.folders if re.fullmatch(_DEEPSPEED_FOLDER, f"{folder}/")]
@@ -419,11 +420,11 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
                 raise TornCheckpoint(f"{folder} is empty, the save did not finish")
         if layout.needs is not None and not any(re.fullmatch(layout.needs[1], path) for path in tree.files):
             raise TornCheckpoint(f"no {layout.needs[0]}, the save did not finish")
-        states = {path: read_json(storage, tree, path) for path in _STATES if path in tree.files}
-        found = _check_parts(storage, tree)
+        documents = _read_json(storage, tree)
+        found = _check_parts(storage, tree, documents)
         if layout is STEP_DIRECTORY and found.format == UNKNOWN:
             return unknown
-        missing = layout.missing(tree, states)
+        missing = layout.missing(tree, documents)
         if missing:
             raise TornCheckpoint(missing)
         mixed = _mixed(tree, layout)
@@ -433,14 +434,14 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
         return Inspection(False, layout.format, str(error))
     if found.training is False and layout is STEP_DIRECTORY and not candidates.says_step(entry.name):
         return Inspection(False, candidates.SAVED_MODEL, f"{NO_OPTIMIZER}, and its name gives no step: a saved model")
-    given = [(states[path], keys) for path, keys in _STATES.items() if path in states]
+    given = [(documents[path], keys) for path, keys in _STATES.items() if path in documents]
     step, epoch = (_value(given[0][0], key) for key in given[0][1]) if given else (None, None)
     if step is None and (layout.format == LIGHTNING or candidates.step_of(entry.name) is None):
         step, epoch = found.step, found.epoch if epoch is None else epoch
     found = replace(found, format=layout.format, step=step, epoch=epoch)
     if layout.last in tree.files:
         found = replace(found, written_at=tree.files[layout.last].mtime)
-    if STATE in states:
+    if STATE in documents:
         found = replace(found, reason=f"{STATE} says step {step}, all parts are complete")
     return replace(found, reason=f"{found.reason}, {NO_OPTIMIZER}") if found.training is False else found
 

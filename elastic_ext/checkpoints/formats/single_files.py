@@ -1,13 +1,10 @@
-"""Checkpoints of a single file: of `torch.save`, in its two forms, and of safetensors.
+"""Checkpoints of a single file: of `torch.save`, and of safetensors.
 
 torch.save writes an uncompressed zip archive of one pickle (`*/data.pkl`) and the storages of its tensors. The zip directory is
 written last, so an intact directory marks the end of the save. Each record has a CRC-32, unless
 torch.serialization.set_crc32_options(False) was called. Lightning's `.ckpt` files have the same format.
 
-Before torch 1.6, or with `_use_new_zipfile_serialization=False` ("legacy" below), it wrote five pickles in a row (a magic number,
-a version, the machine, the object, the keys of the storages), then the storages of the tensors. That has no checksums, and
-nothing marks its end, but the pickles say how many bytes must follow them (`_legacy_save` in torch/serialization.py: each storage
-is its number of elements in 8 bytes, and its bytes).
+The form before torch 1.6 (also of `_use_new_zipfile_serialization=False`) does not show its end: only the record of saves does.
 
 A safetensors file (https://huggingface.co/docs/safetensors/index#format) is 8 bytes, little endian, with the size of the header;
 the header, JSON: dtype and shape of each tensor, and its offsets in the bytes after the header; and the tensors. It has no
@@ -18,14 +15,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import pickletools
 import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import IO, TypeGuard
 
 from elastic_ext.base.errors import ElasticExtError
@@ -36,8 +31,8 @@ from elastic_ext.checkpoints.storage import Entry
 # Read the plain values of a pickle without running any code: a stand-in replaces every class and function. Numbers, strings,
 # lists, tuples and dicts are returned as they are. An object becomes a `StandIn` that holds its state; the storage of a tensor
 # becomes an empty one. A pickle can only call what `find_class` returns, which here is always a stand-in. One flipped bit can
-# make a pickle ask for gigabytes: for a memo up to some index, or for bytes that it does not contain. So `_walk` first goes
-# through its instructions, and refuses a pickle that asks for more than it contains.
+# make a pickle ask for gigabytes: for a memo up to some index, or for bytes that it does not contain. So
+# `_refuse_claims` first goes through its instructions.
 
 LIMIT = 1 << 63  # a count is smaller than this
 MAX_BYTES = 64 << 20  # larger pickles are not worth the cost of reading
@@ -87,22 +82,10 @@ class StandInDict(dict[object, object]):
 
 
 class _Peeker(pickle.Unpickler):
-    """Also gathers the storages of tensors: by key, the name of the class and the number of elements."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.storages: dict[str, tuple[str, int]] = {}
-
     def find_class(self, module: str, name: str) -> type[StandIn | StandInDict]:
-        if module == "torch" and name.endswith("Storage"):
-            return type(name, (StandIn,), {})
         return StandInDict if (module, name) == ("collections", "OrderedDict") else StandIn
 
-    def persistent_load(self, pid: object) -> object:
-        if isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage" and isinstance(pid[1], type) and is_count(pid[4]):
-            self.storages[str(pid[2])] = pid[1].__name__, pid[4]
-        if isinstance(pid, tuple) and len(pid) > 1 and pid[0] == "module":  # the class of a whole module, with its source
-            return pid[1]
+    def persistent_load(self, pid: object) -> StandIn:
         return StandIn()
 
 
@@ -110,32 +93,24 @@ class _Peeker(pickle.Unpickler):
 _PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 
 
-def _walk(data: bytes) -> int:
-    """Return the length of the pickle that the data begin with. Raise PeekError if it asks for more than it contains."""
+def _refuse_claims(data: bytes) -> None:
+    """Raise PeekError if a pickle asks for more than it contains."""
     try:
         for instruction, argument, at in pickletools.genops(data):
             if instruction.name in _PUTS and argument is not None and argument > (at or 0) // 2 + 1:
                 raise PeekError(f"the pickle cannot be read: memo index {argument} at byte {at}")
     except ValueError as error:
         raise PeekError(f"the pickle cannot be read: {error}") from error
-    return (at or 0) + 1  # of STOP, the last one
 
 
-@dataclass(frozen=True)
-class Peeked:
-    """A pickle at the begin of some data."""
+def peek(data: bytes) -> object:
+    """Return the value of a pickle, with stand-ins for all objects. Memory use is proportional to its size.
 
-    value: object  # with stand-ins for all objects
-    length: int  # in bytes
-    storages: Mapping[str, tuple[str, int]]  # of its tensors: by key, the name of the class and the number of elements
-
-
-def peek(data: bytes) -> Peeked:
-    """Return the pickle that the data begin with. Memory use is proportional to its size. Raises PeekError for damaged bytes."""
-    length = _walk(data)
-    peeker = _Peeker(data[:length])
+    Raises PeekError for damaged bytes.
+    """
+    _refuse_claims(data)
     try:
-        return Peeked(peeker.load(), length, peeker.storages)
+        return _Peeker(io.BytesIO(data)).load()
     except _BAD_PICKLE as error:
         raise PeekError(f"the pickle cannot be read: {type(error).__name__}: {error}") from error
 
@@ -166,6 +141,11 @@ MAX_PICKLE = 4 << 20  # bytes; a larger data.pkl is not searched for the step
 MAX_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
 _BLOCK = 512 << 10  # bytes per read of a record
 _BLANK = 4096  # zero bytes at its begin: the file was never written
+START = 32  # bytes at its begin, which say what a file is
+_OLD_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(
+    10, "little"
+)  # MAGIC_NUMBER of torch/serialization.py, in the first of its pickles
+OLD_FORM = "in the form before torch 1.6, which does not show its end: if it is whole, set resume_from to its name"
 
 # zipfile raises these for bytes that are not a zip archive. The caller reports OSError: the file cannot be read.
 _NOT_A_ZIP = (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, OverflowError, IndexError, struct.error)
@@ -206,17 +186,13 @@ def check(entry: Entry, file: IO[bytes]) -> Inspection:
 def _check_other(entry: Entry, file: IO[bytes]) -> Inspection:
     """Check a file that cannot be opened as a zip archive."""
     file.seek(0)
-    start = file.read(LEGACY_START)
+    start = file.read(START)
     if start.startswith(ZIP_MAGIC):
         return Inspection(False, TORCH_SAVE, f"its zip directory, at the end of {entry.size} bytes, is missing or damaged")
-    if not is_legacy(start):
-        never_written = not any(start + file.read(_BLANK)) or ZIP_MAGIC.startswith(start)
-        format = TORCH_SAVE if never_written else UNKNOWN
-        return Inspection(False, format, "not a zip archive: damaged, or not written by torch.save")
-    fault, saved = _read_legacy(file, entry.size)
-    if fault:
-        return Inspection(False, TORCH_SAVE, fault)
-    return _whole(entry, "all tensors are there, in the format before torch 1.6", saved)
+    if _OLD_MAGIC in start:
+        return Inspection(False, UNKNOWN, OLD_FORM, entry.mtime, size=entry.size, compared=True)
+    never_written = not any(start + file.read(_BLANK)) or ZIP_MAGIC.startswith(start)
+    return Inspection(False, TORCH_SAVE if never_written else UNKNOWN, "not a zip archive: damaged, or not written by torch.save")
 
 
 def _whole(entry: Entry, reason: str, saved: object) -> Inspection:
@@ -244,11 +220,6 @@ def holds_optimizer(values: Mapping[object, object]) -> bool:
 def read_torch_save(file: IO[bytes]) -> candidates.Content:
     """Read all records of a file of torch.save and check their CRCs. Raises OSError."""
     unchecked = 0
-    file.seek(0)
-    if is_legacy(file.read(LEGACY_START)):
-        fault, _ = _read_legacy(file, file.seek(0, os.SEEK_END))
-        note = "a file of torch.save before 1.6 has no checksums: only its size was checked"
-        return candidates.Content(f"damaged: {fault}" if fault else "", note)
     file.seek(0)
     try:
         with _open_zip(file) as archive:
@@ -310,7 +281,7 @@ def _saved(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> object:
     with _open_record(archive, info) as content:
         data = content.read()
     try:
-        return peek(data).value
+        return peek(data)
     except PeekError:  # the CRC is right, so the pickle is intact but does more than a stand-in can follow
         return None
 
@@ -338,59 +309,6 @@ def _end_fault(file: IO[bytes], archive: zipfile.ZipFile) -> str:
     same = disks == (0, 0) and entries == (count, count) and (end_size, end_start) == (size, start)
     located = locator == _LOCATOR and end_place == start + size and found[11::2] == (0, 1)
     return "" if same and located and found[1] == _END_64_SIZE else "the end of its zip directory does not match the rest"
-
-
-# The form of torch.save before torch 1.6.
-
-LEGACY_START = 32  # bytes of the file that `is_legacy` needs
-_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(10, "little")
-_BEGIN = b"\x80\x02\x8a\x0a" + _MAGIC
-_FIRST_READ = 1 << 20  # bytes
-
-# Bytes of an element; 1 for all others, which are quantized or untyped.
-_ELEMENT = {
-    **{"ComplexDoubleStorage": 16, "ComplexFloatStorage": 8, "DoubleStorage": 8, "LongStorage": 8, "FloatStorage": 4},
-    **{"IntStorage": 4, "QInt32Storage": 4, "HalfStorage": 2, "BFloat16Storage": 2, "ShortStorage": 2},
-}
-
-
-def is_legacy(start: bytes) -> bool:
-    """Return whether a file that begins with these bytes is of this form, whole or cut short."""
-    return start[:1] == b"\x80" and (_MAGIC in start or _BEGIN.startswith(start))
-
-
-def _read_legacy(file: IO[bytes], size: int) -> tuple[str, object]:
-    """Check the pickles and the size of a file. Return what is damaged ("" if nothing is), and what was saved. Raises OSError."""
-    try:
-        pickles = _pickles(file, size)
-    except PeekError as error:
-        return f"damaged or cut short: {error}", None
-    saved, keys = pickles[3], pickles[4].value
-    if not isinstance(keys, list) or not all(str(key) in saved.storages for key in keys):
-        return "the list of its tensors does not match what was saved", None
-    sizes = (saved.storages[str(key)] for key in keys)
-    expected = sum(each.length for each in pickles) + sum(8 + _ELEMENT.get(kind, 1) * count for kind, count in sizes)
-    if size != expected:
-        return f"{size} bytes, expected {expected}: truncated or damaged", None
-    return "", saved.value
-
-
-def _pickles(file: IO[bytes], size: int) -> list[Peeked]:
-    """Return the five pickles. Reads as much of the file as they take. Raises PeekError, OSError."""
-    length = _FIRST_READ
-    while True:
-        file.seek(0)
-        data, found, at = file.read(length), [], 0
-        try:
-            for _ in range(5):
-                found.append(peek(data[at:]))
-                at += found[-1].length
-        except PeekError:
-            if length >= min(size, MAX_BYTES):
-                raise
-            length *= 4
-        else:
-            return found
 
 
 # safetensors.

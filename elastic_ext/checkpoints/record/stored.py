@@ -208,15 +208,16 @@ class RecordBook:
     def saved(self, entry: Entry) -> StoredSave | None:
         """Return what is recorded of an entry; of files of all ranks, of the last one."""
         known = self.known(entry)
-        return self._of(known) if known is not None else None
+        return self.read(known) if known is not None else None
 
     def proved_files(self, entry: Entry) -> Counter[str]:
         """Return what a proved save of this entry has had, see `StoredSave.kinds`; nothing if none is known as proved."""
-        found = [self._of(known) for each in entry.parts or (entry,) if (known := self._known.get(each.name)) is not None]
+        found = [self.read(known) for each in entry.parts or (entry,) if (known := self._known.get(each.name)) is not None]
         saves = [each for each in found if each is not None and each.proved]
         return sum((each.kinds for each in saves), Counter[str]()) if len(saves) == len(entry.parts or (entry,)) else Counter()
 
-    def _of(self, known: KnownSave) -> StoredSave | None:
+    def read(self, known: KnownSave) -> StoredSave | None:
+        """Return what is recorded of a save; None if that is gone, or another version wrote it."""
         if known not in self._read:
             self._read[known] = read_save(self._storage, known)
         return self._read[known]
@@ -230,7 +231,7 @@ class RecordBook:
     def loads(self) -> tuple[str, ...]:
         """What the job's scripts were seen to load, by the last save; see `StoredSave`."""
         last = max(self._known.values(), default=None)
-        save = self._of(last) if last is not None else None
+        save = self.read(last) if last is not None else None
         return save.loads if save is not None else ()
 
     def verdict(self, entry: Entry) -> RecordVerdict:
@@ -249,7 +250,7 @@ class RecordBook:
         found = files_at(self._storage, entry.name) if not entry.is_link else {}  # which may lead anywhere
         kinds = Counter(pattern_of(each) for each in found)
         known = self._known.get(entry.name)
-        save = self._of(known) if known is not None else None
+        save = self.read(known) if known is not None else None
         if save is None:
             return RecordVerdict(Trust.UNPROVED, "no save of it is recorded", None, kinds)
         return RecordVerdict(*trust(save, found), save, kinds)

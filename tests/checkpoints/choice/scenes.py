@@ -47,11 +47,6 @@ def saved(path: Path, value: object = None, at: float = 0.0) -> Path:
     return put(path, data.getvalue(), at)
 
 
-def saved_before_1_6(path: Path, value: object, at: float = 0.0) -> Path:
-    parts = (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, value, [])
-    return put(path, b"".join(pickle.dumps(part, 2) for part in parts), at)
-
-
 def tensors(path: Path, at: float = 0.0) -> Path:
     """A file of safetensors."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()

@@ -21,7 +21,7 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, decisions, listing
+from elastic_ext.checkpoints.choice import agreement, listing, messages
 from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
@@ -68,7 +68,7 @@ def test_the_step_is_unknown_where_only_scripts_know(tmp_path):
     assert ResumePoint(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path)).step is None
     assert "1 passed over" in resumed(tmp_path).reason
     assert resumed(tmp_path, resume_from="none").at == 0
-    sent = decisions.read_agreement(decisions.encode(decisions.Agreement("", passed_over=True)))  # the other nodes hear of it
+    sent = messages.read_agreement(messages.encode(messages.Agreement("", passed_over=True)))  # the other nodes hear of it
     assert sent.passed_over
     save(tmp_path, 7)
     assert resumed(tmp_path).at == 7
@@ -436,9 +436,9 @@ def test_without_a_good_checkpoint_a_job_stops(tmp_path, directory):
 
 
 def test_lost_storage_makes_all_nodes_try_again():
-    text = decisions.encode(decisions.failure(StorageAway("no answer for 600 s")))
+    text = messages.encode(messages.failure(StorageAway("no answer for 600 s")))
     with pytest.raises(StorageAway, match="no answer for 600 s") as raised:
-        decisions.read_agreement(text)
+        messages.read_agreement(text)
     node = SimpleNamespace(round=3, node_id="a", host="host-a")
     decision = Verdicts(Settings(), node).of_checkpoints(raised.value).decision
     assert (decision.kind, decision.rule, decision.exit_code) == ("storage", "storage-away", 75)

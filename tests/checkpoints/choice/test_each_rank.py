@@ -9,7 +9,7 @@ import pytest
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, decisions
+from elastic_ext.checkpoints.choice import agreement, messages
 from elastic_ext.checkpoints.choice.agreement import NodeInRound
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.storage import open_storage
@@ -47,7 +47,7 @@ def test_without_own_files_all_ranks_find_the_same(tmp_path: Path, name: str) ->
 
 def test_the_other_nodes_find_theirs_by_the_name(tmp_path: Path) -> None:
     ranks(tmp_path, "s_2_rank{}.pt", 4)
-    sent = decisions.read_agreement(decisions.encode(decisions.Agreement("s_2_rank*.pt", 2, "newest")))
+    sent = messages.read_agreement(messages.encode(messages.Agreement("s_2_rank*.pt", 2, "newest")))
     settings = Settings(checkpoint_dir=str(tmp_path))
     node = agreement._NodeSide(settings, str(tmp_path), "run", NodeInRound(1, 2))
     assert node.seen(sent, 0.0).files[3] == str(tmp_path / "s_2_rank3.pt")

@@ -153,8 +153,6 @@ def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "b.pt").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "c.pt").write_bytes(os.urandom(100) + b"\0" * 5000)
     torch.save({"a": torch.ones(9)}, tmp_path / "d.pt", _use_new_zipfile_serialization=False)
-    older = (tmp_path / "d.pt").stat().st_size
-    os.truncate(tmp_path / "d.pt", older - 1)
     with zipfile.ZipFile(tmp_path / "e.pt", "w") as archive:
         archive.writestr("data.txt", "x")
     os.mkfifo(tmp_path / "f.pt")
@@ -165,7 +163,7 @@ def test_what_is_said_of_damaged_files(tmp_path: Path) -> None:
         "a.pt": "the file is empty",
         "b.pt": f"its zip directory, at the end of {len(whole) // 2} bytes, is missing or damaged",
         "c.pt": "not a zip archive: damaged, or not written by torch.save",
-        "d.pt": f"{older - 1} bytes, expected {older}: truncated or damaged",
+        "d.pt": "in the form before torch 1.6, which does not show its end: if it is whole, set resume_from to its name",
         "e.pt": "a zip archive of 1 entries without data.pkl: not written by torch.save",
         "f.pt": "neither a file nor a directory",
         "g.pt": "a dangling link (No such file or directory)",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice.decisions import Choice
@@ -158,15 +159,43 @@ def test_what_the_script_loads_counts(tmp_path: Path) -> None:
     assert chosen(tmp_path) == "state_9.npz"
 
 
-def test_files_of_unnamed_ranks_are_a_question(tmp_path: Path) -> None:
-    script = Script(tmp_path, world=2)
-    for step in (100, 200):
+def of_ranks(directory: Path, *steps: int, script: Script | None = None) -> Script:
+    """Each of two ranks has saved a file of its own; the names do not say that the last number is a rank."""
+    script = script or Script(directory, world=2)
+    for step in steps:
         for rank in (0, 1):
-            saved(tmp_path / f"ckpt_{step}_{rank}.pt", TRAINING, step)
+            saved(directory / f"ckpt_{step}_{rank}.pt", TRAINING, step)
             script.saves(step, f"ckpt_{step}_{rank}.pt", rank=rank)
         script.steps(step + 1)
+    return script
+
+
+def test_each_rank_gets_the_file_that_it_wrote(tmp_path: Path) -> None:
+    of_ranks(tmp_path, 100, 200).record()
+    found = scenes.resumed(tmp_path)
+    assert (found.path, found.step) == (str(tmp_path / "ckpt_200_*.pt"), 200)
+    assert found.files == {rank: str(tmp_path / f"ckpt_200_{rank}.pt") for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("seen", [True, False])
+def test_one_ranks_file_is_no_checkpoint(tmp_path: Path, rank: int, seen: bool) -> None:
+    """The other rank was killed before it wrote its own; and maybe the agent, too."""
+    script = of_ranks(tmp_path, 100, 200)
+    name = f"ckpt_300_{rank}.pt"
+    saved(tmp_path / name, TRAINING, 300)
+    (script.saves(300, name, rank=rank) if seen else script).record()
+    assert chosen(tmp_path) == "ckpt_200_*.pt"
+    assert "fewer files" in choice(tmp_path).passed_over[0].reason
+
+
+def test_all_files_of_ranks_without_a_step_since(tmp_path: Path) -> None:
+    script = of_ranks(tmp_path, 100, 200)
+    for rank in (0, 1):
+        saved(tmp_path / f"ckpt_300_{rank}.pt", TRAINING, 300)
+        script.saves(300, f"ckpt_300_{rank}.pt", rank=rank)
     script.record()
-    assert "each rank has saved a file of its own" in choice(tmp_path).question
+    assert chosen(tmp_path) == "ckpt_300_*.pt"
 
 
 def test_files_of_ranks_with_the_word(tmp_path: Path) -> None:
@@ -339,3 +368,15 @@ def test_many_recorded_saves_cost_little(tmp_path: Path) -> None:
         patch.setattr(stored, "read_save", lambda storage, save: read.append(save.name) or read_save(storage, save))
         assert chosen(tmp_path) == "step_3099"
     assert len(read) <= 4
+
+
+def test_a_form_that_does_not_show_its_end(tmp_path: Path) -> None:
+    """The record does: of torch before 1.6."""
+    script = Script(tmp_path)
+    for step in (100, 200, 300):
+        torch.save({**TRAINING, "step": step}, tmp_path / f"step_{step}.pt", _use_new_zipfile_serialization=False)
+        script.saves(step, f"step_{step}.pt")
+        if step < 300:
+            script.steps(step + 1)
+    script.record()
+    assert chosen(tmp_path) == "step_200.pt"

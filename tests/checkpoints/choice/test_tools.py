@@ -225,7 +225,7 @@ def test_what_is_said_of_a_missing_rank(tmp_path: Path) -> None:
     ranks(tmp_path, "s_3_rank{}.pt", 4, start=1)
     assert reasons(tmp_path) == {
         "s_3_rank*.pt": "the file of rank 0 is missing: 3 are there",
-        "s_2_rank*.pt": "it has fewer files than the one before it (s_#_rank*.pt: 3, not 4): "
+        "s_2_rank*.pt": "it has fewer files than the one before it (s_#_rank#.pt: 3, not 4): "
         "the save did not finish, or the job has shrunk, and nothing in it says which",
     }
 
@@ -421,10 +421,6 @@ def test_files_of_other_programs_make_nothing_torn(tmp_path: Path) -> None:
     for data in (bytes(100), b"", b"PK\x03", b"PK\x03\x04 cut"):  # cut short, or never written
         (tmp_path / "CKPT_2" / "args.pt").write_bytes(data)
         assert chosen(tmp_path) == ("CKPT_1", 1), data
-    whole = scenes.saved_before_1_6(tmp_path / "CKPT_2" / "args.pt", TRAINING).read_bytes()
-    for length in range(1, len(whole)):
-        (tmp_path / "CKPT_2" / "args.pt").write_bytes(whole[:length])
-        assert chosen(tmp_path) == ("CKPT_1", 1), length
 
 
 @pytest.mark.parametrize("name", ["rl_model_2000_steps.zip", "ck_2000.npz"])
@@ -470,3 +466,50 @@ def test_files_of_the_ranks_of_each_node(tmp_path: Path, second: int) -> None:
     assert chosen(tmp_path) == (name, 200)
     (tmp_path / f"s_200_node1_local_rank{second + 1}.pt").unlink()
     assert chosen(tmp_path) == (name.replace("200", "100"), 100)
+
+
+@pytest.mark.parametrize(
+    ("files", "asked"),
+    [
+        # Step and rank.
+        ({"ckpt_100_0.pt": 0, "ckpt_100_1.pt": 1, "ckpt_200_0.pt": 900, "ckpt_200_1.pt": 901}, True),
+        ({"ckpt_step100_r0.pt": 0, "ckpt_step100_r1.pt": 1, "ckpt_step200_r0.pt": 900, "ckpt_step200_r1.pt": 901}, True),
+        ({"m0_100.pt": 0, "m1_100.pt": 1, "m0_200.pt": 900, "m1_200.pt": 901}, True),
+        ({"ckpt_100_0.pt": 0, "ckpt_100_1.pt": 1, "ckpt_200_0.pt": 900}, True),  # rank 1 was killed
+        ({"ckpt_200_0.pt": 0, "ckpt_200_1.pt": 1}, True),  # one save is left
+        ({"ckpt_100_0.pt": 5, "ckpt_100_1.pt": 5, "ckpt_200_0.pt": 5, "ckpt_200_1.pt": 5}, True),  # a copy without the times
+        # Each is a save.
+        ({"ckpt_0_100.pt": 0, "ckpt_0_200.pt": 450, "ckpt_1_100.pt": 900, "ckpt_1_200.pt": 1350}, False),  # epoch, iteration
+        ({"epoch_0_100.pt": 0, "epoch_1_200.pt": 900}, False),
+        ({"loss_0.5_step_100.pt": 0, "loss_0.4_step_200.pt": 1}, False),
+        ({"step_1.pt": 0, "step_2.pt": 1}, False),
+    ],
+)
+def test_a_number_that_no_word_explains(tmp_path: Path, files: dict[str, int], asked: bool) -> None:
+    """Of one moment, and the same ones for each step: each rank has written its own file, and one is not for all."""
+    for name, at in files.items():
+        saved(tmp_path / name, TRAINING, at)
+    choice = newest_complete(str(tmp_path))
+    assert ("each rank has saved a file of its own" in choice.question) is asked, choice
+    assert (choice.resume is None) is asked
+
+
+def test_results_that_were_added_later(tmp_path: Path) -> None:
+    """By an evaluation: not the newest lacks them, but the older one has got them since."""
+    for step in (100, 200):
+        text(saved(tmp_path / f"step_{step}" / "model.pt", TRAINING, step).with_name("state.json"), {}, step)
+    text(tmp_path / "step_100" / "eval.json", {"accuracy": 0.9}, 100 + 60)
+    assert chosen(tmp_path) == ("step_200", 200)
+    text(tmp_path / "step_100" / "eval.json", {"accuracy": 0.9}, 101)
+    assert chosen(tmp_path) == ("step_100", 100)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "state.yaml", ".complete", "data/data.pt"])
+def test_saves_cut_short_twice_at_one_place(tmp_path: Path, name: str) -> None:
+    for step in (100, 200, 300):
+        saved(tmp_path / f"step_{step}" / "model.pt", WEIGHTS, step)
+        if step == 100:
+            text(tmp_path / "step_100" / name, "done", step)
+    if name.endswith(".pt"):
+        saved(tmp_path / "step_100" / name, OPTIMIZER, 100)
+    assert chosen(tmp_path) == ("step_100", 100)

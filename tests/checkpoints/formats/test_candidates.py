@@ -5,16 +5,14 @@ from __future__ import annotations
 import pytest
 
 from elastic_ext.checkpoints.formats.candidates import (
-    by_pattern,
     family_of,
     grouped,
-    lacks,
+    kinds_of,
+    lacking,
     missing_rank,
-    parts_of,
     rank_name,
     says_step,
     step_of,
-    too_few,
 )
 from elastic_ext.checkpoints.storage import Entry
 
@@ -155,59 +153,24 @@ def test_which_rank_is_missing(names: list[str], missing: str) -> None:
     assert missing_rank(found) == missing
 
 
-ZERO = "g/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
-ZERO_3 = "g/zero_pp_rank_{}_mp_rank_00_{}_states.pt"
-
-
-@pytest.mark.parametrize(
-    ("counts", "missing"),
-    [
-        ({ZERO: 8, "rng_state_{}.pth": 8}, ""),
-        ({ZERO: 7, "rng_state_{}.pth": 8}, "1 of 8"),
-        ({ZERO: 4, "rng_state_{}.pth": 8}, "4 of 8"),
-        ({ZERO: 1, "random_states_{}.pkl": 2}, "1 of 2"),
-        ({ZERO: 8, "rng_state_{}.pth": 6}, ""),  # older ones were there
-        ({ZERO: 1, "rng_state.pth": 1}, ""),  # one process
-        ({ZERO: 7, "h/rng_state_{}.pth": 8}, ""),  # of something else
-        ({ZERO: 4, "g/mp_rank_{:02}_model_states.pt": 8}, ""),
-        # Stage 3. With MiCS the first ranks write for all.
-        ({ZERO_3.format("{}", "model"): 2, ZERO_3.format("{}", "optim"): 2}, ""),
-        ({ZERO_3.format("{}", "model"): 2, ZERO_3.format("{}", "optim"): 1}, "1 of 2"),
-        ({ZERO_3.format("{}", "model"): 4, ZERO_3.format("{}", "optim"): 4, "rng_state_{}.pth": 8}, ""),
-        ({ZERO_3.format("{}", "model"): 7, ZERO_3.format("{}", "optim"): 7, "rng_state_{}.pth": 8}, "1 of 8"),
-        ({ZERO_3.format("{}", "model"): 8, ZERO_3.format("{}", "optim"): 6, "rng_state_{}.pth": 6}, ""),
-        # Files of no known tool.
-        ({"model_rank{}.pt": 8, "optim_rank{}.pt": 8}, ""),
-        ({"model_rank{}.pt": 8, "optim_rank{}.pt": 7}, "1 of 8"),
-        ({"model_rank{}.pt": 1, "optim_rank{}.pt": 8}, ""),
-        ({"model_rank{}.pt": 4, "optim_rank{}.pt": 8}, ""),
-        ({"rank_{}/model.pt": 4, "rank_{}/rng.pt": 3}, "1 of 4"),
-        ({"actor/rank_{}.pt": 4, "critic/rank_{}.pt": 3}, ""),
-        ({"model_tp{}.pt": 3, "rng_state_{}.pth": 8}, ""),
-        ({"a_rank{}_of_3.pt": 3, "b_rank{}.pt": 4}, ""),
-    ],
-)
-def test_files_that_fewer_ranks_wrote(counts: dict[str, int], missing: str) -> None:
-    found = too_few(by_pattern(name.format(rank) for name, count in counts.items() for rank in range(count)))
-    assert found.partition(": ")[2] == (f"the files of {missing} ranks are missing" if missing else "")
-
-
 @pytest.mark.parametrize(
     ("older", "newer", "said"),
     [
-        ([f"layer_{number}.pt" for number in range(8)], [f"layer_{number}.pt" for number in range(7)], "layer_#.pt: 7, not 8"),
-        ([f"l_0_e_{number}_rank_0.pt" for number in range(4)], ["l_0_e_0_rank_0.pt", "l_0_e_1_rank_0.pt"], "rank_*.pt: 2, not 4"),
-        ([f"s_1/a_rank{rank}.pt" for rank in (0, 1)], ["s_2/a_rank0.pt"], "s_#/a_rank*.pt: 1, not 2"),
-        (["__0.metadata", "__1.metadata"], ["__0.metadata"], "__*.metadata: 1, not 2"),
-        (["a.pt", "b.pt"], ["a.pt"], "no b.pt"),
-        (["a.pt", "b.pt"], ["a.pt", "c.pt"], ""),  # others instead
-        ([f"s_1/a_{number}.pt" for number in (0, 1)], [f"s_2/a_{number}.pt" for number in (0, 1, 2)], ""),
-        (["log_17.pt", "log_18.pt", "log_19.pt"], ["log_23.pt", "log_24.pt"], ""),
-        (["a-1-of-2.pt", "a-2-of-2.pt"], ["a-1-of-1.pt"], ""),
+        ([[f"layer_{number}.pt" for number in range(8)]], [f"layer_{number}.pt" for number in range(7)], "layer_#.pt: 7, not 8"),
+        ([[f"s_1/a_rank{rank}.pt" for rank in (0, 1)]], ["s_2/a_rank0.pt"], "s_#/a_rank#.pt: 1, not 2"),
+        ([["__0.metadata", "__1.metadata"]], ["__0.metadata"], "__#.metadata: 1, not 2"),
+        ([["a_rank0.pt", "a_rank1.pt"]], ["a_rank0.pt", "b.pt"], "a_rank#.pt: 1, not 2"),
+        ([["a.pt", "b.pt"]], ["a.pt"], "no b.pt"),
+        ([["a.pt"], ["a.pt", "b.pt"]], ["a.pt"], "no b.pt"),  # two saves were cut short at the same place
+        ([["a.pt", "b.pt"]], ["a.pt", "c.pt"], ""),  # others instead
+        ([[f"s_1/a_{number}.pt" for number in (0, 1)]], [f"s_2/a_{number}.pt" for number in (0, 1, 2)], ""),
+        ([["a-1-of-2.pt", "a-2-of-2.pt"]], ["a-1-of-1.pt"], ""),
+        ([["a_rank0", "a_rank1"], ["a_rank0", "a_rank1", "a_rank2"]], ["a_rank0", "a_rank1"], ""),  # since the one before it
+        ([], ["a.pt"], ""),
     ],
 )
-def test_what_the_one_before_it_has(older: list[str], newer: list[str], said: str) -> None:
-    found = lacks(parts_of(newer), parts_of(older))
+def test_what_older_ones_have(older: list[list[str]], newer: list[str], said: str) -> None:
+    found = lacking(kinds_of(newer), [*map(kinds_of, older)])
     assert said in found
     assert bool(found) is bool(said)
 

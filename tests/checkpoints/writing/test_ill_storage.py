@@ -20,7 +20,7 @@ from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import agreement
 from elastic_ext.checkpoints.choice.agreement import NodeInRound
-from elastic_ext.checkpoints.choice.decisions import NewestSaved
+from elastic_ext.checkpoints.choice.messages import NewestSaved
 from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli.main import main

@@ -69,6 +69,12 @@ def s3(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return s3_server.bucket()
 
 
+@pytest.fixture(params=["local", "s3"])
+def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A directory that is not there yet."""
+    return f"{request.getfixturevalue('s3') if request.param == 's3' else tmp_path}/run"
+
+
 # Which tests run.
 
 

@@ -27,7 +27,7 @@ from elastic_ext.agent.save_watch import RoundPlace, SaveWatch
 from elastic_ext.base import log_records, name_lookup, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
-from elastic_ext.checkpoints.storage import LocalStorage, Storage, local_directories, open_storage
+from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
@@ -488,9 +488,9 @@ class RoundStart:
                 message["integrity_every"] = self._settings.integrity_every
             if self._settings.stragglers != "off":
                 message["stragglers"] = self._settings.stragglers
-            saves_below = local_directories((self._settings.checkpoint_dir, self._settings.local_dir))
-            if saves_below:
-                message["saves_below"] = saves_below
+            directories = (self._settings.checkpoint_dir, self._settings.local_dir)
+            if self._settings.checkpoint_dir is not None:
+                message["saves_below"] = [open_storage(each).address for each in directories if each is not None]
         self._logs.messages = {
             local_rank: {
                 **message,
@@ -542,8 +542,7 @@ class RoundStart:
         settings = self._settings
         if settings.checkpoint_dir is None or not settings.bootstrap or not launch.has_bootstrap(self._group.spec):
             return None
-        storage = open_storage(settings.checkpoint_dir)
-        return storage if isinstance(storage, LocalStorage) else None
+        return open_storage(settings.checkpoint_dir)
 
     @property
     def _store_at(self) -> tuple[str, int]:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
@@ -192,12 +192,6 @@ def open_storage(checkpoint_dir: str) -> Storage:
     if isinstance(filesystem, LocalFileSystem):
         return LocalStorage(root)
     return RemoteStorage(checkpoint_dir, filesystem, root)
-
-
-def local_directories(paths: Iterable[str | None]) -> list[str]:
-    """Return those of these paths and URLs that are local directories, as absolute paths. Raises UsageError."""
-    opened = [open_storage(path) for path in paths if path is not None]
-    return [each.address for each in opened if isinstance(each, LocalStorage)]
 
 
 def open_parent(path: str) -> tuple[Storage, str]:

@@ -20,17 +20,15 @@ JOB = str(Path(__file__).parents[1] / "scripts" / "recorded_saves.py")
 
 
 @pytest.mark.seam
-@pytest.mark.full("in_place")
+@pytest.mark.full("s3", "in_place")
 @pytest.mark.parametrize("way", ["new", "in_place"])
-def test_a_save_that_was_cut_is_passed_over(tmp_path: Path, way: str) -> None:
-    checkpoints = tmp_path / "checkpoints"
-    checkpoints.mkdir()
-    conf = "--rdzv-conf=checkpoint_dir=checkpoints,last_call=0.5,stop_grace=2"
-    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=2", conf, JOB, way, str(checkpoints)], tmp_path)
+def test_a_save_that_was_cut_is_passed_over(where: str, tmp_path: Path, way: str) -> None:
+    conf = f"--rdzv-conf=checkpoint_dir={where},last_call=0.5,stop_grace=2"
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=2", conf, JOB, way, where], tmp_path)
     assert job.returncode == 0, job.all
     assert job.out.count("RESUMES step_3\n") == 2, job.all
     assert "checkpoint passed over" in job.all
-    rows = {row.name: (row.known, row.complete) for row in list_checkpoints(open_storage(str(checkpoints)))}
+    rows = {row.name: (row.known, row.complete) for row in list_checkpoints(open_storage(where))}
     assert rows["step_3"] == (Known.PROVED, True)
 
 

@@ -37,12 +37,6 @@ def successor(forking_too: RankGroups) -> Iterator[RankGroups]:
         yield lent
 
 
-@pytest.fixture(params=["local", "s3"])
-def where(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A directory that is not there yet."""
-    return f"{request.getfixturevalue('s3') if request.param == 's3' else tmp_path}/run"
-
-
 @pytest.fixture
 def hosts(tmp_path: Path, groups: RankGroups) -> Hosts:
     """One with two ranks, at first."""

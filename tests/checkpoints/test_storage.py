@@ -17,7 +17,7 @@ import fsspec
 import pytest
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.storage import Entry, RemoteStorage, Storage, local_directories, open_storage, poll
+from elastic_ext.checkpoints.storage import Entry, RemoteStorage, Storage, open_storage, poll
 
 
 @pytest.fixture(params=["local", "memory", "s3"])
@@ -224,9 +224,3 @@ def test_errors_of_the_reader_are_its_own(storage: Storage) -> None:
     OwnError.__module__ = "elastic_ext.checkpoints.directory.own_files"
     with pytest.raises(OwnError), storage.open("a"):
         raise OwnError
-
-
-def test_local_directories_are_told_from_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = local_directories(("here", None, "memory://bucket/run", f"file://{tmp_path}/there"))
-    assert found == [str(tmp_path / "here"), str(tmp_path / "there")]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,14 @@ KILLED = -signal.SIGKILL
 class RecordedJob:
     """A script under the bootstrap, and what it has left."""
 
-    def __init__(self, folder: Path, watched: str = "checkpoints") -> None:
+    def __init__(self, folder: Path, watched: str = "checkpoints", directories: Sequence[str] = ()) -> None:
+        """directories: of checkpoints, in place of that below the folder."""
         self.checkpoints, self.folder = folder / "checkpoints", folder
         self.checkpoints.mkdir(exist_ok=True)
         (folder / "progress").write_bytes(b"\0" * progress_layout.ROW_BYTES)
         message = {"slot": 0, "progress": str(folder / "progress"), "stacks": str(folder / "stacks")}
         if watched:
-            message |= {"journal": str(folder / "saves"), "saves_below": [str(folder / watched)]}
+            message |= {"journal": str(folder / "saves"), "saves_below": [*directories] or [str(folder / watched)]}
         mine = {
             name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "ELASTIC_EXT", "TORCHELASTIC"))
         }

@@ -6,6 +6,7 @@ It runs the script as `__main__` the way `python -u [-m] SCRIPT ARGS...` does. T
                              dumps stacks on a signal
     replicas.py              hashes what the worker holds as a replica of other ranks, if the agent asks for that
     saves.py, writers.py     note what the script saves, if the agent asks for that
+    remote_saves.py          the same below a URL
     error_file.py            writes the exception that ends the script into the error file
     ../worker_env.py         the agent's message to the worker
     ../progress_layout.py    the memory that the worker shares with the agent

@@ -264,7 +264,9 @@ class _Saves:
             _warn(f"saves are no longer recorded in this round: {why}; checkpoints are found by their formats and names")
 
         try:
-            saves = _load("saves")
+            saves, urls = _load("saves"), {at: each for at, each in enumerate(directories) if "://" in each}
+            if urls:
+                saves.WRAPPED.update(_load("remote_saves").RemotePlaces(urls).wrappers)
             journal = saves.JournalFile(path, int(os.environ.get("RANK") or message.get("slot") or 0))
             places, writers = saves.SavePlaces(directories), _load("writers").SaveWriters
             self._record = saves.SaveRecord(journal, places, lambda: row[layout.STEPS], report, writers)

@@ -2,7 +2,8 @@
 
 An audit hook of Python sees each file as it is opened, renamed or removed, and wrappers see what C++ and Rust code writes:
 torch.save to a path, safetensors, and the process of DCP's `async_save`. Not seen: C code that opens files itself, processes that
-the script starts (but for children that it forks), stores into a mapping, object stores. What was not seen has no record.
+the script starts (but for children that it forks), stores into a mapping. What was not seen has no record. Below URLs,
+`remote_saves.py` sees what goes through fsspec.
 
 The journal is a file for each process, in memory of the agent. Wire protocol, version 1: lines of fields with a tab between them.
 Each is there before what it describes happens, and is still there after SIGKILL. The last one may be torn. The first one is
@@ -212,6 +213,14 @@ class SaveRecord:
         ):
             self.note("r", self._writers.this(), *_fields(place))
 
+    def notes(self, kind: str, place: "Place") -> None:
+        """Something below a URL is about to be written (w, l), removed (d) or read (r), which this process cannot look at."""
+        if kind == "r" and place[0] >= 0 and self._seen.add(place, ""):
+            self.note(kind, self._writers.this(), *_fields(place))
+        elif kind != "r" and place[0] >= 0:
+            self.note(kind, self._checked(), *_fields(place), in_handler=self._writers.in_handler())
+            self._changed(place)
+
     def hands_over(self, path: object) -> "Callable[[WatchedFuture], None]":
         """Another process will write this. Return what is to be called with its future."""
         place, _ = self.places.find(path)
@@ -333,9 +342,9 @@ class SavePlaces:
     """Where a path is: in which of the directories of checkpoints, and where there."""
 
     def __init__(self, directories: "Sequence[str]") -> None:
-        """directories: absolute paths."""
-        given = [os.path.normpath(each) for each in directories]
-        both = {(f"{each}/", at) for at, one in enumerate(given) for each in (one, os.path.realpath(one))}
+        """directories: absolute paths, and URLs, below which nothing is found here."""
+        given = {at: os.path.normpath(each) for at, each in enumerate(directories) if each.startswith("/")}
+        both = {(f"{each}/", at) for at, one in given.items() for each in (one, os.path.realpath(one))}
         self._below = sorted(both, reverse=True)  # of two, the one inside the other comes first
         self.prefixes = tuple(each for each, _ in self._below)
         self._elsewhere: set[str] = set()  # folders that are in none
@@ -448,7 +457,7 @@ class _Wrappers:
 
     def look(self) -> None:
         """Wrap what has been imported since. Call this as each import begins, and before a module's code runs."""
-        for name, wrap in _WRAPPED.items():
+        for name, wrap in WRAPPED.items():
             module = sys.modules.get(name)
             if module is not None and name not in self._done and wrap(module, self._record):
                 self._done.add(name)
@@ -506,7 +515,7 @@ def _wrap_process_save(module: "ModuleType", record: SaveRecord) -> bool:
 
 
 # `safetensors` comes before its parts, which take the function from there.
-_WRAPPED: "dict[str, Callable[[ModuleType, SaveRecord], bool]]" = {
+WRAPPED: "dict[str, Callable[[ModuleType, SaveRecord], bool]]" = {
     "torch.serialization": _wrap_zip_writer,
     "torch.distributed.checkpoint._async_process_executor": _wrap_process_save,
     "safetensors": _wrap_serialize_file,

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.checkpoints.choice import decisions, listing
+from elastic_ext.checkpoints.choice import catalogue, decisions, hints, listing
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.storage import Storage, open_storage
@@ -118,7 +118,7 @@ def _refuse_absent(directory: str) -> None:
 def _ls(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
     with ProgressBar("checking") as bar:
-        rows = listing.list_checkpoints(storage, args.pattern, bar.counts)
+        rows = catalogue.list_checkpoints(storage, args.pattern, bar.counts)
     choice, unknown = None, ""
     try:
         choice = listing.newest_complete(args.directory, listing.Wanted(pattern=args.pattern))
@@ -143,15 +143,15 @@ def _resumes_from(choice: decisions.Choice, storage: Storage, pattern: str) -> s
         return f"* a job would resume from this one: {shown(choice.resume.reason)}"
     if choice.all_bad:
         return "nothing to resume from: none of the complete checkpoints is usable"
-    seen = choice.question or listing.seen_in(storage, pattern)
-    return "nothing to resume from" + (f": {shown(seen)}; {listing.FROM_SCRATCH}" if seen else "")
+    seen = choice.question or hints.seen_in(storage, pattern)
+    return "nothing to resume from" + (f": {shown(seen)}; {hints.FROM_SCRATCH}" if seen else "")
 
 
 _UNSHOWN = ("entry", "family", "together", "apart", "compared")
 HEADER = ("", "name", "step", "epoch", "gen", "ranks", "size", "format", "known", "marks", "state")
 
 
-def _columns(rows: Sequence[listing.ListedCheckpoint], chosen: str | None) -> list[str]:
+def _columns(rows: Sequence[catalogue.ListedCheckpoint], chosen: str | None) -> list[str]:
     lines: list[tuple[str, ...]] = [HEADER]
     for row in rows:
         marks = " ".join(word for word, is_so in (("pinned", row.pinned), ("quarantined", row.quarantined)) if is_so)
@@ -167,7 +167,7 @@ def _columns(rows: Sequence[listing.ListedCheckpoint], chosen: str | None) -> li
 
 def _verify(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    rows = listing.list_checkpoints(storage, args.pattern)
+    rows = catalogue.list_checkpoints(storage, args.pattern)
     if args.names:
         chosen = _selected(rows, args.names, storage)
     elif args.all:
@@ -187,7 +187,7 @@ def _verify(args: argparse.Namespace) -> int:
     return EX_DAMAGED if damaged else 0
 
 
-def _show(row: listing.ListedCheckpoint, found: detect.Verification, as_json: bool) -> None:
+def _show(row: catalogue.ListedCheckpoint, found: detect.Verification, as_json: bool) -> None:
     if as_json:
         sound = found.sound and row.complete
         record = {key: value for key, value in asdict(found).items() if key != "unreadable"}  # a fault says it
@@ -219,7 +219,7 @@ def _quarantine(args: argparse.Namespace) -> int:
 
 def _mark(args: argparse.Namespace, mark: Callable[[Storage, str, str, str], object], reason: str) -> int:
     storage = open_storage(args.directory)
-    for row in _selected(listing.list_checkpoints(storage, args.pattern), args.names, storage):
+    for row in _selected(catalogue.list_checkpoints(storage, args.pattern), args.names, storage):
         mark(storage, row.name, reason, getpass.getuser())
     return 0
 
@@ -237,7 +237,7 @@ def _remove_marks(args: argparse.Namespace, lift: Callable[[Storage, str], None]
 
 def _prune(args: argparse.Namespace) -> int:
     storage = open_storage(args.directory)
-    rows = {row.name: row for row in listing.list_checkpoints(storage, args.pattern)}
+    rows = {row.name: row for row in catalogue.list_checkpoints(storage, args.pattern)}
     choices = [listing.newest_in(storage, listing.Wanted(pattern=pattern)) for pattern in {args.pattern, ""}]
     resumed = [row.name for row in rows.values() for each in choices if each.resume and each.resume.path == row.entry.path]
     named = {row.name for row in _selected(rows.values(), args.names, storage)}
@@ -262,7 +262,7 @@ def _prune(args: argparse.Namespace) -> int:
 
 def _cp(args: argparse.Namespace) -> int:
     source, target = open_storage(args.directory), open_storage(args.to)
-    for row in _selected(listing.list_checkpoints(source, args.pattern), args.names, source):
+    for row in _selected(catalogue.list_checkpoints(source, args.pattern), args.names, source):
         if not row.complete:
             raise UsageError(f"{row.name} is not complete: {row.state}; nothing was copied")
         try:
@@ -285,7 +285,9 @@ def _save(args: argparse.Namespace) -> int:
     return 0
 
 
-def _selected(rows: Iterable[listing.ListedCheckpoint], names: Sequence[str], storage: Storage) -> list[listing.ListedCheckpoint]:
+def _selected(
+    rows: Iterable[catalogue.ListedCheckpoint], names: Sequence[str], storage: Storage
+) -> list[catalogue.ListedCheckpoint]:
     found = {name: row for row in rows for name in (row.name, *(part.name for part in row.entry.parts))}
     missing = [name for name in names if name.rstrip("/") not in found]
     if missing:

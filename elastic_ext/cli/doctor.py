@@ -24,7 +24,7 @@ from elastic_ext.base import name_lookup
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.base.printable import redacted
-from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice import hints, listing
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import FAIL, OK, WARN, Finding, as_json, exit_code, one_line, rendered
 from elastic_ext.failures import commands, kubernetes, slurm, user_rules
@@ -197,7 +197,7 @@ def check_checkpoints(inputs: Inputs) -> list[Finding]:
         newest = f"newest complete: {choice.resume.path}, step {choice.resume.step}"
     else:
         newest = f"no complete checkpoint, {len(choice.passed_over)} passed over"
-        seen = choice.question or listing.seen_in(open_storage(directory), inputs.settings.checkpoint_pattern)
+        seen = choice.question or hints.seen_in(open_storage(directory), inputs.settings.checkpoint_pattern)
         newest += f"; {seen}" if seen else ""
     checks = [_writable("checkpoint_dir", directory, newest)]
     if choice.all_bad:

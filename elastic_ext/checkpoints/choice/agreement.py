@@ -28,7 +28,7 @@ from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, 
 from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import listing, messages, recorded
+from elastic_ext.checkpoints.choice import catalogue, hints, listing, messages, recorded
 from elastic_ext.checkpoints.choice.decisions import Choice, Resume
 from elastic_ext.checkpoints.choice.messages import Agreement, NewestSaved, Offers, Tier
 from elastic_ext.checkpoints.directory import own_files, tiers
@@ -380,11 +380,11 @@ class RemoteTier:
                 raise UsageError(f"only you can say from which checkpoint to go on: {how}")
             logger.error("elastic_ext: only you can say from which checkpoint to go on: %s; your script gets none", how)
         reason = f"no complete checkpoint in {self._checkpoint_dir}"[: messages.MAX_TEXT // 2]
-        seen = choice.question or listing.seen_in(self.storage, self._settings.checkpoint_pattern)
+        seen = choice.question or hints.seen_in(self.storage, self._settings.checkpoint_pattern)
         if choice.passed_over:
             reason += f", {len(choice.passed_over)} passed over; a script that knows its own may resume from one"
         if seen:
-            reason = f"{reason}; {seen}; {listing.FROM_SCRATCH}"[: messages.MAX_TEXT]
+            reason = f"{reason}; {seen}; {hints.FROM_SCRATCH}"[: messages.MAX_TEXT]
         return Agreement("", reason=reason, passed_over=bool(choice.passed_over or seen))
 
     def _agreement(self, resume: Resume) -> Agreement:
@@ -492,7 +492,7 @@ def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: s
 
 def _newer_in(remote: Storage, settings: Settings, than: int, resumed_from: str) -> Iterator[tuple[str, float | None]]:
     """Yield the name of each that is to be quarantined, and when it was written; None for ours, as no other one gets its name."""
-    for each in listing.list_checkpoints(remote, settings.checkpoint_pattern):
+    for each in catalogue.list_checkpoints(remote, settings.checkpoint_pattern):
         later = each.step is None or each.step > than
         if later and not each.quarantined and remote.path(each.name) != resumed_from:
             seen = detect.check(remote, each.entry, named=True)

@@ -198,8 +198,8 @@ def _by_content(family: NameFamily, inspect: Callable[[Entry], Inspection]) -> t
 def _pieces(members: Sequence[Entry]) -> Sequence[Entry]:
     """Return the members that one save seems to have written, as each rank its own file; none if no number is seen to say so.
 
-    It is a number that no word explains. For all values of the others it takes the same ones, and its files were written in one
-    moment: in less than a tenth of the time to the next save.
+    It is a number that no word explains. It counts from 0, takes no other value beside other numbers, and its files were written
+    in one moment: in less than a tenth of the time to the next save.
     """
     numbers = {each: candidates.counted(each.name) for each in members}
     first = numbers[members[0]]
@@ -208,9 +208,10 @@ def _pieces(members: Sequence[Entry]) -> Sequence[Entry]:
         for each, found in numbers.items():
             values = [value for value, _ in found]
             groups[tuple(values[:place] + values[place + 1 :])][values[place]] = each
+        seen = set[int]().union(*groups.values())
         largest = max(groups.values(), key=len)
-        alike = len(largest) > 1 and all(group.keys() <= largest.keys() for group in groups.values())
-        if alike and _are_moments([[each.mtime for each in group.values()] for group in groups.values()]):
+        times = [[each.mtime for each in group.values()] for group in groups.values()]
+        if len(seen) == len(largest) > 1 and seen == {*range(len(seen))} and _are_moments(times):
             return tuple(largest.values())
     return ()
 
@@ -220,7 +221,7 @@ def _are_moments(saves: Iterable[Sequence[float | None]]) -> bool:
     known = sorted(sorted(time for time in times if time is not None) for times in saves)
     if not all(known):
         return True
-    apart = min((later[0] - times[0] for times, later in pairwise(known)), default=10 * MOMENT_S)
+    apart = min((later[0] - times[0] for times, later in pairwise(known)), default=MOMENT_S)
     return all(10 * (times[-1] - times[0]) <= apart for times in known)
 
 

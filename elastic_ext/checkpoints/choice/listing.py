@@ -1,30 +1,32 @@
-"""Find the checkpoints in a local directory or fsspec URL: the newest complete one, the one asked for, all of them, or what looks
-like some.
+"""Find the checkpoint in a local directory or fsspec URL that a job resumes from: the newest complete one, or the one asked for.
 
-`decisions` decides among listed entries. This module does the I/O for it: it lists and checks the candidates.
+`recorded` and `decisions` decide among listed entries. This module does the I/O for them: it lists and checks the candidates.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from itertools import chain, islice
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import compile_pattern
 from elastic_ext.checkpoints.choice import decisions, recorded
 from elastic_ext.checkpoints.choice.decisions import Choice
-from elastic_ext.checkpoints.directory import own_files, upkeep
+from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.formats import candidates, detect, layouts
-from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, is_candidate, is_hidden, order_of, says_step, step_of
+from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, is_candidate, is_hidden, order_of, step_of
 from elastic_ext.checkpoints.record.fold import pattern_of
-from elastic_ext.checkpoints.record.stored import RecordBook, RecordVerdict, Trust, files_at
-from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_parent, open_storage, split_path
+from elastic_ext.checkpoints.record.stored import RecordBook, Trust, files_at
+from elastic_ext.checkpoints.storage import Entry, Storage, open_parent, open_storage, split_path
 
 NONE = "none"
+
+# What other files of a job are called. No checkpoint has such a suffix.
+OTHER_SUFFIXES = (
+    *(".txt", ".log", ".out", ".err", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".csv", ".tsv", ".md", ".py", ".sh"),
+    *(".png", ".svg", ".pdf", ".html", ".lock", ".pid", ".gz", ".parquet"),
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def _loaded(book: RecordBook, listed: Iterable[Entry]) -> list[Entry]:
         for each in listed
         if book.known(each) is not None
         and pattern_of(each.name) in book.loads
-        and not (each.is_dir or each.unusable or is_hidden(each.name) or is_candidate(each) or each.name.endswith(_OTHERS))
+        and not (each.is_dir or each.unusable or is_hidden(each.name) or is_candidate(each) or each.name.endswith(OTHER_SUFFIXES))
     ]
 
 
@@ -312,269 +314,3 @@ def _named(found: Sequence[Entry], text: str) -> Entry | None:
             return entry
     step = int(name) if name.isascii() and name.isdigit() and len(name) < 19 else None
     return next((entry for entry in found if entry.is_dir and step is not None and step_of(entry.name) == step), None)
-
-
-# What lies in a directory that has no checkpoint to resume from: some further down, or of an unknown format. A job that begins
-# from nothing beside them loses work, so it says where they are.
-
-MAX_DEPTH = 4
-MAX_FOLDERS = 50  # listed at most
-MAX_NAMES = 2000  # in one of them: a directory with more is one of data
-MAX_SHOWN = 3
-FROM_SCRATCH = "a script that trusts resume_from() begins from scratch"
-
-# What other files of a job are called. No checkpoint has such a suffix.
-_OTHERS = (
-    *(".txt", ".log", ".out", ".err", ".json", ".jsonl", ".yaml", ".yml", ".toml", ".csv", ".tsv", ".md", ".py", ".sh"),
-    *(".png", ".svg", ".pdf", ".html", ".lock", ".pid", ".gz", ".parquet"),
-)
-_WORDS = frozenset({"checkpoint", "checkpoints", "ckpt", "model", "state", "weights", "latest", "last"})
-
-
-def seen_in(storage: Storage, pattern: str = "") -> str:
-    """Return what lies there, with paths, and what to set, for people; "" if nothing looks like a checkpoint.
-
-    For a directory in which nothing was chosen. Reads names, and of candidates below it what a check reads.
-    """
-    try:
-        listed = list_entries(storage)
-        itself = _itself(storage, listed)
-        if itself:
-            return itself
-        below, unknown_below = _below(storage, listed, pattern)
-        seen = (*below, *unknown_below)
-        named = [entry for entry in listed if _may_hold(entry) and step_of(entry.name) is not None][:MAX_FOLDERS]
-        unread = [  # directories with a step in their names and files of no known format
-            entry.path
-            for entry in named
-            if detect.check(storage, entry).format == UNKNOWN
-            and next(files_of(storage, entry.name), None) is not None
-            and not any(each.startswith(f"{entry.path}/") for each in seen)
-        ]
-        unknown = [*unread, *_unknown(listed), *unknown_below]
-    except (OSError, UsageError) as error:
-        return f"what lies there cannot be looked at: {error}"
-    said = []
-    if below:
-        said.append(f"checkpoints lie further down: {_shown(below)}; set checkpoint_dir to the directory that holds them")
-    if unknown:
-        said.append(f"of an unknown format: {_shown(unknown)}; if they are checkpoints, set checkpoint_pattern to their names")
-    return "; ".join(said)
-
-
-def _itself(storage: Storage, listed: Sequence[Entry]) -> str:
-    layout = layouts.layout_of("", layouts.top_names([each for each in listed if not each.unusable]))
-    if layout is None or layout.needs is None or any(is_candidate(each) and says_step(each.name) for each in listed):
-        return ""  # a tool leaves some of these files above its checkpoints, too
-    below = (f"{each.name}/{path}" for each in listed if _may_hold(each) for path, _ in files_of(storage, each.name))
-    if not any(re.fullmatch(layout.needs[1], path) for path in chain((each.name for each in listed), below)):
-        return ""
-    what = f"{storage.address} looks like a checkpoint of {layout.format} itself"
-    return f"{what}: set checkpoint_dir to the directory above it"
-
-
-def _unknown(listed: Sequence[Entry]) -> list[str]:
-    """Return the paths of files that are no candidates of a known format, but by their names may be checkpoints."""
-
-    def may_be(entry: Entry) -> bool:
-        if is_hidden(entry.name) or is_candidate(entry) or entry.unusable or not entry.size:
-            return False
-        if entry.name.endswith(_OTHERS) or "tfevents" in entry.name:
-            return False
-        return step_of(entry.name) is not None or not _WORDS.isdisjoint(candidates.words_of(entry.name))
-
-    return [entry.path for entry in listed if may_be(entry)]
-
-
-def _below(storage: Storage, listed: Sequence[Entry], pattern: str) -> tuple[list[str], list[str]]:
-    """Return the paths of checkpoints below the directories in a directory, the newest of each, what was written last first.
-
-    The second list has those of an unknown format, of directories without others. Only names that say a step count there.
-    """
-    found: list[tuple[float, str]] = []
-    unknown: list[str] = []
-    for folder, content in _folders(storage, listed):
-        try:
-            choice = newest_in(open_storage(storage.path(folder)), Wanted(pattern=pattern))
-        except (OSError, UsageError):
-            continue  # only what can be read is worth a hint
-        times = {entry.path: entry.mtime or 0.0 for entry in content}
-        if choice.resume is not None:
-            found.append((-times.get(choice.resume.path, 0.0), choice.resume.path))
-        elif choice.question:
-            newest = max((entry.path for entry in content if is_candidate(entry)), key=lambda path: (times[path], path))
-            found.append((-times[newest], newest))
-        else:
-            named = [entry for entry in content if not entry.is_dir and says_step(entry.name)]
-            unknown += _unknown(sorted(named, key=lambda entry: candidates.numbers_of(entry.name)))[-1:]
-    return [path for _, path in sorted(found)], unknown
-
-
-def _folders(storage: Storage, listed: Sequence[Entry]) -> Iterator[tuple[str, list[Entry]]]:
-    """Yield path and content of the directories below that are no checkpoints themselves, those nearer to the top first."""
-    waiting = [(entry.name, 1) for entry in listed if _may_hold(entry)]
-    for _ in range(MAX_FOLDERS):
-        if not waiting:
-            return
-        folder, depth = waiting.pop(0)
-        try:
-            content = list(islice(storage.entries(folder), MAX_NAMES))
-        except (FileNotFoundError, PermissionError):
-            continue
-        is_one = layouts.layout_of(folder.rpartition("/")[2], layouts.top_names(content)) is not None
-        if is_one or len(content) in (0, MAX_NAMES):
-            continue
-        yield folder, content
-        if depth < MAX_DEPTH:
-            waiting += [(f"{folder}/{entry.name}", depth + 1) for entry in content if _may_hold(entry)]
-
-
-def _may_hold(entry: Entry) -> bool:
-    return entry.is_dir and not (entry.is_link or is_hidden(entry.name) or entry.unusable)
-
-
-def _shown(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - MAX_SHOWN} more" if len(paths) > MAX_SHOWN else ""
-    return ", ".join(paths[:MAX_SHOWN]) + more
-
-
-# All checkpoints, for `elastic-ext checkpoints ls` and `prune`.
-
-THREADS = 16  # concurrent checks; each mostly waits for the storage
-
-
-class Known(str, Enum):
-    """How a checkpoint is known to be one of a job, the best way first."""
-
-    PROVED = "proved"  # the job saved it, and training went on after that
-    RECORDED = "recorded"  # the job saved it; whether it is whole, its format says
-    CONTENT = "content"  # it says its step itself
-    NAME = "name"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedCheckpoint(upkeep.PruneCandidate):
-    entry: Entry  # the listed entry
-    state: str  # "complete", with a note if no optimizer is in it, or why it is not, for people
-    epoch: int | None  # from its content; None if unknown
-    generation: int | None  # generation of the group of workers that wrote it; None if it is not ours
-    size: int | None  # bytes; None if unknown
-    known: Known  # how it is known
-    ranks: int | None  # number of ranks that wrote it, by the record; None if it is not recorded
-
-    @property
-    def prune_candidate(self) -> upkeep.PruneCandidate:
-        """The input for `plan_prune`. What families have in common are the steps in their names, for any pattern."""
-        return replace(self, family=candidates.family_of(self.name), step=step_of(self.name)) if self.together else self
-
-
-def list_checkpoints(
-    storage: Storage, pattern: str = "", progress: Callable[[int, int], None] | None = None
-) -> tuple[ListedCheckpoint, ...]:
-    """List and check all checkpoints, newest first within each family. Raises UsageError, OSError.
-
-    pattern: the setting checkpoint_pattern. progress: called with the number of checkpoints done and the total.
-    """
-    listed = list_entries(storage)
-    trackers = read_trackers(storage, listed)
-    present = judged(candidates_among(listed, pattern), listed, trackers)
-    newest = tracked(present, trackers)
-    beside = _beside(storage, listed)
-    names = {entry.name for entry in present}
-    others = [entry for entry in candidates_among(listed) if entry.name not in names] if pattern else []
-    together = _together(decisions.families([*present, *others]))
-    apart = {together[each]: each for each in {candidates.family_of(entry.name) for entry in others} if each in together}
-    ordered = [(entry, family) for family in decisions.families(present, pattern) for entry in family.members]
-
-    inspections = _inspect_all(storage, [entry for entry, _ in ordered], pattern, progress)
-    found = []
-    for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
-        if inspection.format == UNKNOWN and not inspection.complete and step_of(entry.name, pattern) is None:
-            continue
-        after = range(at + 1, min(at + 1 + decisions.OLDER, len(ordered)))
-        before = (inspections[each] for each in after if ordered[each][1] is family)
-        verdict = beside.verdict(entry)
-        seen = decisions.beside_older(entry, inspection, before, entry.name in newest) if verdict is None else inspection
-        if verdict is not None and verdict.trust is Trust.TORN and seen.complete:
-            seen = replace(seen, complete=False, reason=verdict.why)
-        group = together.get(candidates.family_of(entry.name), "")
-        row = _row(entry, seen, inspection, verdict, pattern)
-        row = replace(row, family=family.pattern, together=group, apart=apart.get(group, ""), linked=beside.is_linked(entry))
-        row = replace(row, pinned=entry.name in beside.pinned, quarantined=entry.name in beside.quarantined)
-        found.append(row)
-    return tuple(found)
-
-
-def _row(entry: Entry, seen: Inspection, alone: Inspection, verdict: RecordVerdict | None, pattern: str) -> ListedCheckpoint:
-    """Return what is known of one checkpoint. seen, alone: with, and without what lies beside it."""
-    return ListedCheckpoint(
-        name=entry.name,
-        entry=entry,
-        family="",
-        format=seen.format,
-        complete=seen.complete,
-        state="complete" + f", {candidates.NO_OPTIMIZER}" * (seen.training is False) if seen.complete else seen.reason,
-        step=decisions.step_in(entry, seen, pattern),
-        epoch=seen.epoch,
-        generation=order[0] if (order := order_of(entry.name)) else None,
-        size=seen.size,
-        known=_known(verdict, alone, entry),
-        own=verdict is not None or order_of(entry.name) is not None,
-        ranks=len(verdict.save.ranks) if verdict is not None and verdict.save is not None else None,
-        compared=seen.compared,
-    )
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """What our own files say of checkpoints, by name; and which names links point to. book: None if there are no such files."""
-
-    linked: frozenset[str]
-    pinned: frozenset[str] = frozenset()
-    quarantined: frozenset[str] = frozenset()
-    book: RecordBook | None = None
-
-    def is_linked(self, entry: Entry) -> bool:
-        return not self.linked.isdisjoint({entry.name, *(part.name for part in entry.parts)})
-
-    def verdict(self, entry: Entry) -> RecordVerdict | None:
-        return self.book.verdict(entry) if self.book is not None and self.book.known(entry) is not None else None
-
-
-def _beside(storage: Storage, listed: Sequence[Entry]) -> _Beside:
-    linked = frozenset(entry.sibling for entry in listed)
-    if not any(entry.name == own_files.MARKERS for entry in listed):
-        return _Beside(linked)
-    return _Beside(linked, own_files.pinned_names(storage), own_files.quarantined_names(storage), RecordBook(storage))
-
-
-def _known(verdict: RecordVerdict | None, inspection: Inspection, entry: Entry) -> Known:
-    if verdict is not None:
-        return Known.PROVED if verdict.trust is Trust.PROVED else Known.RECORDED
-    return Known.CONTENT if inspection.step is not None or order_of(entry.name) is not None else Known.NAME
-
-
-def _inspect_all(
-    storage: Storage, entries: Sequence[Entry], pattern: str, progress: Callable[[int, int], None] | None
-) -> list[Inspection]:
-    def inspect(entry: Entry) -> Inspection:
-        unusable = Inspection(False, UNKNOWN, entry.unusable)
-        return unusable if entry.unusable else detect.check(storage, entry, is_named(entry, pattern))
-
-    found: list[Inspection] = []
-    with ThreadPoolExecutor(THREADS) as pool:
-        for inspection in pool.map(inspect, entries):
-            found.append(inspection)
-            if progress is not None:
-                progress(len(found), len(entries))
-    return found
-
-
-def _together(found: Sequence[decisions.NameFamily]) -> dict[str, str]:
-    """Return a name for each set of families that have steps in common, by their patterns. The best is kept for itself."""
-    sets: list[list[decisions.NameFamily]] = []
-    for family in found:
-        if family.steps and not decisions.is_copy(family.pattern):
-            near = [each for each in sets if any(decisions.are_kin(family, other) for other in each)]
-            sets = [each for each in sets if each not in near] + [[family, *(other for each in near for other in each)]]
-    return {family.pattern: each[0].pattern for each in sets if len(each) > 1 for family in each}

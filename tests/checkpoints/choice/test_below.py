@@ -10,7 +10,7 @@ import pytest
 
 from elastic_ext.agent.launch import start_line
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice import hints
 from elastic_ext.checkpoints.choice.agreement import Resumption
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main
@@ -21,7 +21,7 @@ BELOW = "checkpoints lie further down: {}; set checkpoint_dir to the directory t
 
 
 def said(directory: Path) -> str:
-    return listing.seen_in(open_storage(str(directory)))
+    return hints.seen_in(open_storage(str(directory)))
 
 
 def test_where_lightning_puts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +69,7 @@ def test_where_there_is_nothing_nothing_is_said(tmp_path: Path) -> None:
 
 
 def test_a_deep_directory_costs_a_bounded_time(tmp_path: Path) -> None:
-    for number in range(listing.MAX_FOLDERS + 50):
+    for number in range(hints.MAX_FOLDERS + 50):
         (tmp_path / f"sample{number}").mkdir()
     deep = tmp_path.joinpath(*"abcdefg")
     saved(deep / "step_3.pt")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete, newest_in
+from elastic_ext.checkpoints.choice.catalogue import list_checkpoints
+from elastic_ext.checkpoints.choice.listing import newest_complete, newest_in
 from elastic_ext.checkpoints.formats.candidates import files_by_rank
 from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.storage import open_storage
@@ -481,6 +482,9 @@ def test_files_of_the_ranks_of_each_node(tmp_path: Path, second: int) -> None:
         # Each is a save.
         ({"ckpt_0_100.pt": 0, "ckpt_0_200.pt": 450, "ckpt_1_100.pt": 900, "ckpt_1_200.pt": 1350}, False),  # epoch, iteration
         ({"epoch_0_100.pt": 0, "epoch_1_200.pt": 900}, False),
+        ({"run7_100.pt": 0, "run7_200.pt": 5}, False),
+        ({"exp1_100.pt": 0, "exp1_200.pt": 5, "exp2_100.pt": 9000, "exp2_200.pt": 9005}, False),  # two runs
+        ({"m2_0.pt": 0, "m2_1.pt": 30}, False),
         ({"loss_0.5_step_100.pt": 0, "loss_0.4_step_200.pt": 1}, False),
         ({"step_1.pt": 0, "step_2.pt": 1}, False),
     ],

@@ -17,7 +17,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete
+from elastic_ext.checkpoints.choice.catalogue import list_checkpoints
+from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.directory import upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST
 from elastic_ext.checkpoints.directory.upkeep import CopyError, PruneCandidate, copy, plan_prune

@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from elastic_ext.checkpoints.choice.listing import list_checkpoints, newest_complete
+from elastic_ext.checkpoints.choice.catalogue import list_checkpoints
+from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.layouts import younger_than
 from elastic_ext.checkpoints.storage import Entry, open_storage

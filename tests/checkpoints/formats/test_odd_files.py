@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice import catalogue
 from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.copying.replicate import TARGET
 from elastic_ext.checkpoints.directory import upkeep
@@ -70,7 +70,7 @@ def test_a_good_checkpoint_among_odd_files_is_good(spoiled: tuple[Path, str], tm
     target = open_storage(str(tmp_path / "copy"))
     upkeep.copy(storage, target, entry)
     assert dict.fromkeys(file for file, _ in files_of(storage, name)) == dict.fromkeys(file for file, _ in files_of(target, name))
-    assert [row.name for row in listing.list_checkpoints(storage) if row.complete] == [name]
+    assert [row.name for row in catalogue.list_checkpoints(storage) if row.complete] == [name]
     for action, *names in (["ls"], ["verify", name], ["verify", "--all"], ["prune", "--yes"], ["pin", name]):
         assert main.main(["checkpoints", action, str(root), *names]) == 0
     assert main.main(["checkpoints", "cp", str(root), name, f"--to={tmp_path / 'other'}"]) == 0

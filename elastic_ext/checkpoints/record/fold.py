@@ -195,7 +195,9 @@ class SaveFold(_Entries):
         self.reads: list[EntryRead] = []
         self.left: set[int] = set()  # journals whose script has ended without an exception
         self.left_in_handler: set[int] = set()  # the same, of those that a signal has ended: they may have had more to write
-        self._renames: dict[SavePath, tuple[SavePath, int, str]] = {}  # by the old place of an entry: the new one, count, host
+        # By the old place of an entry: the new one, count, host. It grows by one a save where each has a temporary name of its
+        # own: 43,000 in 30 days, 17 MB, of one a minute. By count none can go: a journal may begin late, with lines of any count.
+        self._renames: dict[SavePath, tuple[SavePath, int, str]] = {}
         self._undo: dict[Who, Callable[[], None]] = {}  # by thread: takes back what it did last
 
     def ranks_left(self, in_handler: bool) -> frozenset[int]:
@@ -249,8 +251,8 @@ class SaveFold(_Entries):
                 piece.over = self.said(why, who)
 
     def _write(self, who: Who, event: JournalLine, place: SavePath) -> OpenSave:
-        before = self._current.get(place.entry)
         place = self._renamed_since(place, who, event)
+        before = self._current.get(place.entry)
         save = self._save_of(place, who, event)
         piece = save.pieces.get(who)
         added = place.path not in save.files and event.kind != "p"
@@ -300,10 +302,10 @@ class SaveFold(_Entries):
         save.changes += 1
 
     def _next_save(self, who: Who, save: OpenSave) -> None:
-        """A thread has begun this save: it is through with those of the same name but for digits."""
-        name = pattern_of(save.entry.path)
+        """A thread has begun this save: it is through with those of the same directory, and of the same name but for digits."""
+        name = _name_of(save.entry)
         for each, piece in self._unfinished(who):
-            if each.entry != save.entry and pattern_of(each.entry.path) == name:
+            if each.entry != save.entry and _name_of(each.entry) == name:
                 piece.over = self.said(NEXT, who)
 
     def _remove(self, who: Who, event: JournalLine) -> None:

@@ -86,9 +86,10 @@ def prove(
     counts: Mapping[int, int],
     broken: Collection[int] = (),
     before: Mapping[str, int] = MappingProxyType({}),
+    world: int = 0,
 ) -> RoundRecord:
     """Return the record of a round that is over. See `RoundProof`."""
-    proof = RoundProof(before)
+    proof = RoundProof(before, world)
     proof.take(journals, counts, broken)
     proof.release()
     return proof.record()
@@ -100,10 +101,14 @@ class RoundProof:
     Events are taken in the order of their counts. So those of a count wait until each rank that has a journal is past it.
     """
 
-    def __init__(self, before: Mapping[str, int] = MappingProxyType({})) -> None:
-        """before: files of the last proved save of earlier rounds with as many ranks, by its name with "#" for digits."""
+    def __init__(self, before: Mapping[str, int] = MappingProxyType({}), world: int = 0) -> None:
+        """before: files of the last proved save of earlier rounds with as many ranks, by its name with "#" for digits.
+
+        world: number of ranks. One that was not heard of has made no step; 0: only those that were heard of count.
+        """
         self._fold = SaveFold()
         self._judge = _Judge(self._fold, {f"0/{name}": count for name, count in before.items()})
+        self._judge.steps = dict.fromkeys(range(world), 0)
         self._journals: dict[str, _Journal] = {}  # by name
         self._held: list[tuple[OrderKey, Who, JournalLine]] = []
         self._seen: dict[int, RecordedSave] = {}  # by order: what `record` has returned last
@@ -125,9 +130,15 @@ class RoundProof:
             self._judge.steps[journal.rank] = max(self._judge.steps.get(journal.rank, 0), known.count)
         for rank, count in counts.items():
             self._judge.steps[rank] = max(self._judge.steps.get(rank, 0), count)
-        self._judge.broken |= {*broken, *(each.rank for each in journals if each.damaged)}
+        incomplete = {*broken, *(each.rank for each in journals if each.damaged)}
+        if incomplete:
+            self.lose(f"the record of rank {min(incomplete)} is incomplete")
         past = min((self._judge.steps[each.rank] for each in self._journals.values()), default=0)
         self.release(past, MOST_HELD)
+
+    def lose(self, why: str) -> None:
+        """Some of what was noted is missing: from now on nothing of this round is proved. The first reason stays."""
+        self._judge.lost = self._judge.lost or why
 
     def release(self, below: float = float("inf"), most_held: int = 0) -> None:
         """Let events of smaller counts take effect; by default all, as no more come. At most `most_held` go on to wait."""
@@ -142,6 +153,8 @@ class RoundProof:
     @property
     def waits(self) -> bool:
         """Whether steps of other ranks could still prove something."""
+        if self._judge.lost:
+            return False
         return bool(self._held) or any(not each.gone and each.order not in self._judge.proofs for each in self._fold.saves)
 
     def may_change(self, entry: SavePath) -> bool:
@@ -190,11 +203,16 @@ class _Judge:
     files: dict[str, int]  # how many the last proved save has, by what those of its kind have in common
     fewer: dict[str, tuple[int, Counter[str]]] = field(default_factory=dict)  # the same: count and files of the last with fewer
     steps: dict[int, int] = field(default_factory=dict)  # of each rank, at least
-    broken: set[int] = field(default_factory=set)  # ranks
+    lost: str = ""  # why nothing is proved any more; empty: all that was noted is known
     proofs: dict[int, tuple[int, str]] = field(default_factory=dict)  # by order: `changes` at the proof, and why
 
     def of(self, save: OpenSave) -> tuple[bool, str]:
-        """Return whether it is proved, which it then stays until it is written again; and what proves it, or what is missing."""
+        """Return whether it is proved, and what proves it, or what is missing.
+
+        It stays proved until it is written again, or might be without a sign of that.
+        """
+        if self.lost:
+            return False, self.lost
         changes, proof = self.proofs.get(save.order, (-1, ""))
         if changes != save.changes:
             over = {who: self._over(who, piece) for who, piece in save.pieces.items()}
@@ -209,8 +227,6 @@ class _Judge:
         return (False, f"{save.cut} of its files have been removed since") if save.cut else (True, proof)
 
     def _lacks(self, save: OpenSave, over: Mapping[Who, str]) -> str:
-        if self.broken:
-            return f"the record of rank {min(self.broken)} is incomplete"
         if save.unseen:
             return "not all of it was seen to be written"
         if save.commit != fold.REPORTED:

@@ -143,6 +143,41 @@ def test_an_incomplete_record_proves_nothing() -> None:
     assert of(prove([damaged], {}), "step_3").why == "the record of rank 0 is incomplete"
 
 
+def test_what_is_lost_ends_all_proofs() -> None:
+    """A save that was proved may have been written again since, without a sign of it."""
+    growing = RoundProof()
+    growing.take(journals("0 s 1" + WHOLE + "0 w 6 step_6"), {})
+    growing.release()
+    assert newest(growing.record()) == "step_3"
+    assert growing.waits
+    growing.lose("a post is missing")
+    growing.lose("another one is")
+    assert [(each.proved, each.why) for each in growing.record().saves] == [(False, "a post is missing")] * 2
+    assert not growing.waits
+
+
+def test_a_rank_without_a_word_is_behind() -> None:
+    lines = journals("0 s 1\n0 w 3 s_3/r0\n0 s 4")
+    found = of(prove(lines, {}, world=2), "s_3")
+    assert (found.proved, found.why) == (False, "rank 1 has made 0 steps, not more than the 3 of the save")
+    assert newest(prove(lines, {1: 4}, world=2)) == "s_3"
+
+
+def test_another_directorys_save_is_no_next_one() -> None:
+    """A thread may copy each file to another disk as it goes."""
+    (whole,) = journals("0 s 1\n0 w 3 s_3/a @2\n0 w 3 s_4/a @2\n0 s 4")
+    there = whole.events[2]._replace(place=SavePath(1, "s_4/a"))
+    assert of(prove([whole], {}), "s_3").proved
+    assert not of(prove([replace(whole, events=(*whole.events[:2], there, whole.events[3]))], {}), "s_3").proved
+
+
+def test_an_undone_write_restores_the_renamed_save() -> None:
+    """Rank 1's open for the old name comes after rank 0's rename, by their hosts, and has failed."""
+    first, second = journals("0 s 1\n0 w 3 tmp\n0 m 5 tmp last\n0 s 6\n1 s 1\n1 w 5 tmp\n1 u 5 tmp\n1 s 6")
+    found = of(prove([replace(first, host="a"), replace(second, host="b")], {}), "last")
+    assert (found.proved, found.gone, found.files) == (True, False, {"last": 0})
+
+
 def test_files_of_earlier_rounds_count() -> None:
     fewer = journals("0 s 1\n0 w 6 step_6/model\n0 s 7")
     assert newest(prove(fewer, {})) == "step_6"

@@ -29,6 +29,20 @@ LEAST_S = 0.2  # for each, even if another one has used up the time: its work ne
 
 
 @dataclass(frozen=True)
+class RoundPlace:
+    """This node in one round.
+
+    host: its name. node: its group rank. nodes, world: number of nodes and ranks. store_at: host and port of the round's store.
+    """
+
+    host: str
+    node: int
+    nodes: int
+    world: int
+    store_at: tuple[str, int]
+
+
+@dataclass(frozen=True)
 class LocalWorkers:
     """The workers of this node in one round. All mappings are by local rank."""
 

@@ -14,12 +14,11 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
-from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
+from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace, read_file_of_worker
 from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.base.printable import shown
 from elastic_ext.hangs import lateness
@@ -42,16 +41,6 @@ TURN_S = 0.2  # for each node that is asked before, at most; it takes about LOOK
 PINGS = 4  # of each host, of which the fastest counts
 MOST_SILENT = 3  # hosts that do not answer; then no more are asked in this comparison
 MAX_SAMPLE = 1 << 20  # bytes of a worker's file
-
-
-@dataclass(frozen=True)
-class OwnPlace:
-    """This node in the round. store_at: host and port of the round's store."""
-
-    host: str
-    rank: int
-    nodes: int
-    store_at: tuple[str, int]
 
 
 class StoreSilent(Exception):
@@ -99,10 +88,10 @@ class LatenessWatch(Companion):
     """Compares the samples of one round, on a thread of its own: a store that hangs must not block the loop."""
 
     def __init__(
-        self, node: OwnPlace, on_compared: Callable[[Sequence[Late], Sequence[Streak]], None], replacement: SlowNodes
+        self, place: RoundPlace, on_compared: Callable[[Sequence[Late], Sequence[Streak]], None], replacement: SlowNodes
     ) -> None:
         """on_compared: called on that thread, on the node of rank 0, with all that was found, and what is named now."""
-        self._node, self._on_compared, self._replacement = node, on_compared, replacement
+        self._place, self._on_compared, self._replacement = place, on_compared, replacement
         self._clock = this_clock()
         self._seen: list[int] = []
         self._due: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: workers have samples; False: the round is over
@@ -156,7 +145,7 @@ class LatenessWatch(Companion):
             if sample is None or (step := sample.ranks[0].sample.step) == steps[-1]:
                 continue  # not all workers have written theirs
             steps = [*steps[1:], step]
-            if self._node.rank > 0:
+            if self._place.node > 0:
                 self._give(sample, step, seen, forget=steps[0])
                 continue
             nodes, clocks = self._gather(sample, step)
@@ -180,11 +169,11 @@ class LatenessWatch(Companion):
                 return None
             found.append(RankSample(rank, sample))
         same = len({each.sample.step for each in found}) == 1
-        return NodeSample(self._node.host, self._clock, tuple(found)) if same else None
+        return NodeSample(self._place.host, self._clock, tuple(found)) if same else None
 
     def _connected(self) -> round_store.Store:
         if self._store is None:
-            self._store = round_store.connect(*self._node.store_at)
+            self._store = round_store.connect(*self._place.store_at)
         return self._store
 
     def _give(self, sample: NodeSample, step: int, seen: Sequence[int], forget: int) -> None:
@@ -194,7 +183,7 @@ class LatenessWatch(Companion):
 
         seen: how many samples each worker had written by this one.
         """
-        store, node = self._connected(), self._node.rank
+        store, node = self._connected(), self._place.node
         if forget:
             store.delete_key(round_store.late(forget, node))
         store.set(round_store.late(step, node), lateness.encode(sample))
@@ -217,7 +206,7 @@ class LatenessWatch(Companion):
         """Return the samples of all nodes that have one of this step, the own one first, and how their clocks are aligned."""
         nodes, clocks, silent = [own], [Alignment()], 0
         by = time.monotonic() + WAIT_S
-        for node in range(1, self._node.nodes):
+        for node in range(1, self._place.nodes):
             store, key = self._connected(), round_store.late(step, node)
             try:
                 self._await(store, key, by)

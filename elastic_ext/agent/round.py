@@ -19,11 +19,11 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.metrics import put_metric
 
 from elastic_ext.agent import lateness, launch, leaving, verdicts
-from elastic_ext.agent.companion import Companion, LocalWorkers, read_file_of_worker
+from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace, read_file_of_worker
 from elastic_ext.agent.companions import JobCompanions
 from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
 from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.save_watch import RoundPlace, SaveWatch
+from elastic_ext.agent.save_watch import SaveWatch
 from elastic_ext.base import log_records, name_lookup, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
@@ -526,14 +526,11 @@ class RoundStart:
             others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
         measured = settings.bootstrap and settings.stragglers != "off"
         if measured and progress is not None and self._group.workers[0].world_size > 1:
-            node = lateness.OwnPlace(self._handler.host, self._group.group_rank, self._group.group_world_size, self._store_at)
             # It ends before those that show what it finds.
-            others.append(lateness.LatenessWatch(node, companions.compared, lateness.SlowNodes(self._handler)))
+            others.append(lateness.LatenessWatch(self._place, companions.compared, lateness.SlowNodes(self._handler)))
         if progress is not None and (storage := self._recorded()) is not None:
-            store_at, group = self._store_at, self._group
-            place = RoundPlace(group.group_rank, group.group_world_size, group.workers[0].world_size, store_at)
-            journals = [str(each["journal"]) for each in self._logs.messages.values() if "journal" in each]
-            others.append(SaveWatch(place, storage, journals))
+            journals = {each: str(message["journal"]) for each, message in self._logs.messages.items() if "journal" in message}
+            others.append(SaveWatch(self._place, storage, journals))
         others += companions.round_companions
         return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
 
@@ -543,6 +540,12 @@ class RoundStart:
         if settings.checkpoint_dir is None or not settings.bootstrap or not launch.has_bootstrap(self._group.spec):
             return None
         return open_storage(settings.checkpoint_dir)
+
+    @property
+    def _place(self) -> RoundPlace:
+        group = self._group
+        world = group.workers[0].world_size
+        return RoundPlace(self._handler.host, group.group_rank, group.group_world_size, world, self._store_at)
 
     @property
     def _store_at(self) -> tuple[str, int]:

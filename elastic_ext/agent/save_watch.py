@@ -5,6 +5,9 @@ That one decides (`checkpoints/record/proof.py`) and writes (`checkpoints/record
 
 Invariant: what is recorded was listed after its proof, and no worker has written to it before the list was complete. A worker
 notes what it does before it does it. So the list counts once all journals were read again, and say nothing new of the entry.
+
+A journal with a hole in it says nothing. So a fault of reading one, or a post, ends all proofs of the round: `RoundProof.lose`.
+Where an agent no longer posts, no list counts, because it does not answer. Only what the storage refuses is tried again.
 """
 
 from __future__ import annotations
@@ -15,15 +18,16 @@ import os
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
-from elastic_ext.agent.companion import Companion, LocalWorkers
+from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace
 from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail
 from elastic_ext.checkpoints.record.proof import RecordedSave, RoundProof
 from elastic_ext.checkpoints.record.stored import AttemptRecord
 from elastic_ext.checkpoints.storage import Entry, Storage, poll
+from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +40,7 @@ JOIN_S = ANSWER_S + 1.0
 SCHEMA = 1
 
 NOT_RECORDED = "saves of this round are no longer recorded: %s"
+NOT_PROVED = "saves of this round are no longer proved, and checkpoints are found by their formats and names: %s"
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,9 @@ class RankSteps:
 class SavePost:
     """What an agent reports to that of group rank 0.
 
-    node: its group rank. answers: the number of the question that this answers. counts: steps of its ranks, read before the
-    journals were. broken: those whose journal is incomplete. open: entries of which a file is open for writing here. over:
-    its workers have ended, and this is the last one.
+    node: its group rank. answers: the number of the last question. counts: steps of its ranks, read before the journals were.
+    broken: those whose journal is incomplete. open: in the first answer to that question, entries of which a file is open for
+    writing here. over: its workers have ended, and this is the last one.
     """
 
     node: records.Count
@@ -62,23 +67,14 @@ class SavePost:
     over: bool = False
 
 
-@dataclass(frozen=True)
-class RoundPlace:
-    """This node in the round. world: number of ranks. store_at: host and port of the round's store."""
-
-    node: int
-    nodes: int
-    world: int
-    store_at: tuple[str, int]
-
-
 class SaveWatch(Companion):
     """Records the saves of one round, on a thread of its own: a storage or store that hangs must not block the loop."""
 
-    def __init__(self, place: RoundPlace, storage: Storage, journals: Sequence[str]) -> None:
-        """journals: their paths, as in the workers' messages."""
+    def __init__(self, place: RoundPlace, storage: Storage, journals: Mapping[int, str]) -> None:
+        """journals: by local rank their paths, as in the workers' messages."""
         self._place, self._storage = place, storage
-        self._tails = [JournalTail(path) for path in journals]
+        self._tails = {local_rank: JournalTail(path) for local_rank, path in journals.items()}
+        self._fault = ""  # the first one of a journal or post
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._workers: LocalWorkers | None = None
@@ -111,45 +107,69 @@ class SaveWatch(Companion):
         except Exception:  # the top of a thread
             logger.exception(NOT_RECORDED, "a fault of elastic_ext")
 
-    def _look(self, answers: int, asked: bool, over: bool = False) -> list[SavePost]:
-        """Return what is new here; the last post has the counts. asked: it is to say what is open."""
+    def _look(self, asked: int, over: bool = False) -> list[SavePost]:
+        """Return what is new here. The last post has the counts. asked: the last question."""
+        counts = tuple(RankSteps(rank, row.steps) for rank, row in self._rows())  # first: lines up to these are there by now
+        posts = [SavePost(self._place.node, parts=(part,)) for tail in self._tails.values() for part in _parts_of(tail)]
+        broken = tuple(rank for rank, row in self._rows() if row.record_broken)  # last: so it is known of all that is missing
+        for local_rank, tail in self._tails.items():
+            if tail.fault:
+                broken += (self._local.ranks[local_rank],)
+                self._warn(tail.fault)
+        return [*posts, SavePost(self._place.node, asked, counts, broken, over=over)]
+
+    def _open_now(self) -> frozenset[str]:
+        return open_entries(self._local.running_pids().values(), self._storage.address)
+
+    @property
+    def _local(self) -> LocalWorkers:
         assert self._workers is not None
-        rows = list(zip(self._workers.ranks.values(), self._workers.read_progress(), strict=False))
-        counts = tuple(RankSteps(rank, row.steps) for rank, row in rows)
-        node, parts = self._place.node, [part for tail in self._tails for part in _parts_of(tail)]
-        rows = list(zip(self._workers.ranks.values(), self._workers.read_progress(), strict=False))
-        broken = tuple(rank for rank, row in rows if row.record_broken)
-        open_now = open_entries(self._workers.running_pids().values(), self._storage.address) if asked else frozenset[str]()
-        last = SavePost(node, answers, counts, broken, open=tuple(open_now), over=over)
-        return [*(SavePost(node, parts=(part,)) for part in parts), last]
+        return self._workers
+
+    def _rows(self) -> list[tuple[int, Progress]]:
+        """Return the ranks of this node, and their progress now."""
+        return list(zip(self._local.ranks.values(), self._local.read_progress(), strict=True))
+
+    def _warn(self, fault: str) -> None:
+        if not self._fault:
+            logger.warning(NOT_PROVED, fault)
+        self._fault = self._fault or fault
 
     def _report(self) -> None:
-        store, answered, last = round_store.connect(*self._place.store_at), 0, SavePost(self._place.node)
-        while not last.over:
-            over = self._over.wait(LOOK_S)
-            asked = store.add(round_store.SAVES_ASKED, 0)
-            posts = self._look(asked, asked > answered, over)
-            last = posts[-1]
-            if len(posts) > 1 or asked > answered or last.broken or over:
-                for post in posts:
-                    number = store.add(round_store.SAVES_POSTED, 1)
-                    store.set(round_store.saves_post(number), records.encode(post, SCHEMA))
-            answered = asked
+        store, last = round_store.connect(*self._place.store_at), SavePost(self._place.node)
+        try:
+            while not last.over:
+                over, before = self._over.wait(LOOK_S), last
+                asked = store.add(round_store.SAVES_ASKED, 0)
+                *parts, last = self._look(asked, over)
+                if asked > before.answers:
+                    last = replace(last, open=tuple(self._open_now()))
+                if parts or asked > before.answers or last.broken != before.broken or over:
+                    for post in (*parts, last):
+                        self._post(store, post)
+        finally:
+            if not last.over:  # what its ranks note from now on is not posted
+                self._post(store, self._all_broken(last))
+
+    def _post(self, store: round_store.Store, post: SavePost) -> None:
+        data = records.encode(post, SCHEMA)
+        if len(data) > records.MAX_BYTES:  # parts are small: so it is what is open
+            self._warn(f"a report of {len(data)} bytes cannot be posted, {records.MAX_BYTES} at most")
+            data = records.encode(self._all_broken(post), SCHEMA)
+        number = store.add(round_store.SAVES_POSTED, 1)
+        store.set(round_store.saves_post(number), data)
+
+    def _all_broken(self, post: SavePost) -> SavePost:
+        return replace(post, broken=tuple(self._local.ranks.values()), parts=(), open=())
 
     def _record(self) -> None:
         posts = _Posts(self._place)
         attempt = AttemptRecord(self._storage, self._place.world)
-        keeping = _Keeping(attempt, RoundProof(attempt.before))
-        over, fault = False, ""
+        keeping = _Keeping(attempt, RoundProof(attempt.before, self._place.world))
+        over = False
         while not over:
             over = self._over.wait(LOOK_S)
-            try:
-                self._record_now(keeping, posts, math.inf if over else time.monotonic())
-                fault = ""
-            except OSError as error:  # a full disk may have room again
-                if str(error) != fault:
-                    logger.warning("a save cannot be recorded: %s", error)
-                fault = str(error)
+            self._record_now(keeping, posts, math.inf if over else time.monotonic())
         keeping.write_unproved()
 
     def _record_now(self, keeping: _Keeping, posts: _Posts, now: float) -> None:
@@ -160,17 +180,19 @@ class SaveWatch(Companion):
             keeping.proof.release()
         if keeping.list_proved(posts.asked, now):
             posts.ask(now)
-            self._take(keeping.proof, posts, asked=True)
+            self._take(keeping.proof, posts)
+            posts.open[self._place.node] = self._open_now()
         elif keeping.proof.waits and now < math.inf:
             posts.ask(now, self._place.nodes / NODES_PER_S)
         keeping.write_listed(posts.answered, now, posts.open_now)
 
-    def _take(self, proof: RoundProof, posts: _Posts, asked: bool = False) -> None:
-        for post in [*posts.new(), *self._look(posts.asked, asked)]:
-            if asked or post.node:
-                posts.open[post.node] = frozenset(post.open)
+    def _take(self, proof: RoundProof, posts: _Posts) -> None:
+        for post in [*posts.new(), *self._look(posts.asked)]:
             journals = [part.parsed(str(post.node)) for part in post.parts]
             proof.take(journals, {each.rank: each.steps for each in post.counts}, post.broken)
+        if posts.lost:
+            self._warn(posts.lost)
+            proof.lose(posts.lost)
 
     def _await_others(self, keeping: _Keeping, posts: _Posts) -> None:
         if posts.missing and keeping.proof.waits:
@@ -221,7 +243,8 @@ class _Posts:
         self._read, self.asked, self._asked_at = 0, 0, -math.inf
         self._answers: dict[int, int] = {}  # by node: the last question that it has answered
         self._over: set[int] = set()
-        self.open: dict[int, frozenset[str]] = {}  # by node: entries of which a file is open for writing
+        self.open: dict[int, frozenset[str]] = {}  # by node, at its last answer: entries of which a file is open for writing
+        self.lost = ""  # why a post could not be read: then something is missing, of whichever node
 
     @property
     def open_now(self) -> frozenset[str]:
@@ -246,7 +269,7 @@ class _Posts:
         return len(self._over) < len(self._others)
 
     def new(self) -> list[SavePost]:
-        """Return what was posted since. What cannot be read says nothing."""
+        """Return what was posted since. What cannot be read is lost."""
         found: list[SavePost] = []
         if self._store is None:
             return found
@@ -255,13 +278,18 @@ class _Posts:
             if not self._store.check([key]):
                 break  # counted, but not there yet
             self._read = number
-            try:
-                post = records.read(SavePost, self._store.get(key), key, SCHEMA)
-            except records.RecordError as error:
-                logger.debug("%s", error)
-                continue
+            data = self._store.get(key)
             self._store.delete_key(key)
-            self._answers[post.node] = max(self._answers.get(post.node, 0), post.answers)
+            try:
+                post = records.read(SavePost, data, key, SCHEMA)
+            except records.RecordError as error:
+                self.lost = str(error)
+                continue
+            if post.node not in self._others:
+                self.lost = f"{key} is of node {post.node}, which is no other one of the round"
+                continue
+            if post.answers > self._answers.get(post.node, 0):
+                self._answers[post.node], self.open[post.node] = post.answers, frozenset(post.open)
             if post.over:
                 self._over.add(post.node)
             found.append(post)
@@ -278,24 +306,26 @@ class _Keeping:
     _listed: dict[int, tuple[RecordedSave, Mapping[str, Entry], int]] = field(default_factory=dict)
     _written: dict[str, RecordedSave] = field(default_factory=dict)  # by name of the entry
     _due: dict[str, _Due] = field(default_factory=dict)  # by name of the entry
+    _refused: dict[str, str] = field(default_factory=dict)  # by name of the entry: why the storage has refused it last
 
     def list_proved(self, asked: int, now: float) -> bool:
-        """List what was proved since. asked: the last question so far. Return whether a list waits. Raises OSError."""
+        """List what was proved since. asked: the last question so far. Return whether a list waits."""
         saves = [each for each in self.proof.record().saves if each.entry.at == 0]
         self._forget_gone(saves)
         for save in saves:
             name = save.entry.path
             due = self._due.get(name, _Due())
-            if save.proved and not save.gone and due.at <= now and not self._is_done(save):
-                found = self.attempt.listed(save)
-                if found:
-                    self._listed[save.order] = save, found, asked + 1
-                else:  # another host may not see all files yet
-                    self._due[name] = due.later(now)
+            if save.proved and not save.gone and due.at <= now and not self._is_done(save) and save.order not in self._listed:
+                with self._tried(name):
+                    found = self.attempt.listed(save)
+                    if found:
+                        self._listed[save.order] = save, found, asked + 1
+                    else:  # another host may not see all files yet
+                        self._due[name] = due.later(now)
         return bool(self._listed)
 
     def write_listed(self, answered: int, now: float, open_now: Collection[str] = ()) -> None:
-        """Record what was listed and has not changed since. Raises OSError.
+        """Record what was listed, is still proved and has not changed since.
 
         answered: the last question that all nodes have. open_now: entries of which a file is open for writing.
         """
@@ -304,35 +334,51 @@ class _Keeping:
         for order, (save, found, question) in sorted(self._listed.items()):
             same = seen.get(order)
             name = save.entry.path
-            if same is None or same.gone or same.changes != save.changes or self.proof.may_change(save.entry):
+            if same is None or same.gone or not same.proved or same.changes != save.changes or self.proof.may_change(save.entry):
                 del self._listed[order]
             elif name in open_now:  # what it holds may not be in the file yet
                 self._due[name] = self._due.get(name, _Due()).later(now)
                 del self._listed[order]
             elif answered >= question:
-                self.attempt.write(save, found, record.reads)
-                self._written[name] = save
-                self._due[name] = _Due(now + EVERY_S)
-                del self._listed[order]
+                with self._tried(name):
+                    self.attempt.write(save, found, record.reads)
+                    self._written[name] = save
+                    self._due[name] = _Due(now + EVERY_S)
+                    del self._listed[order]
 
     def write_unproved(self) -> None:
-        """Record what is not proved at the end of the round. Raises OSError."""
+        """Record what is not proved at the end of the round, and was not recorded as proved before something was lost."""
         record = self.proof.record()
         for save in record.saves:
-            if not (save.proved or save.gone or save.entry.at):
-                self.attempt.write_unproved(save, record.reads)
+            if not (save.proved or save.gone or save.entry.at or self._is_done(save)):
+                with self._tried(save.entry.path):
+                    self.attempt.write_unproved(save, record.reads)
+
+    @contextmanager
+    def _tried(self, name: str) -> Iterator[None]:
+        """What the storage refuses now is tried again at the next look: a full disk may have room then."""
+        try:
+            yield
+        except OSError as error:
+            text = error.strerror or str(error)
+            if self._refused.get(name) != text:
+                logger.warning("the save %s cannot be recorded now: %s", name, error)
+            self._refused[name] = text
+        else:
+            self._refused.pop(name, None)
 
     def _is_done(self, save: RecordedSave) -> bool:
         written = self._written.get(save.entry.path)
-        done = written is not None and (written.order, written.changes) == (save.order, save.changes)
-        return done or save.order in self._listed
+        return written is not None and (written.order, written.changes) == (save.order, save.changes)
 
     def _forget_gone(self, saves: Sequence[RecordedSave]) -> None:
         there = {each.entry.path for each in saves if not each.gone}
         for name in [each for each in self._written if each not in there]:
             del self._written[name]
             self._due.pop(name, None)
-            self.attempt.forget(name)
+            with self._tried(name):
+                self.attempt.forget(name)
+        self._refused = {name: text for name, text in self._refused.items() if name in there}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import pytest
 from torch.distributed import HashStore
 
 from elastic_ext.agent import lateness
-from elastic_ext.agent.companion import LocalWorkers
-from elastic_ext.agent.lateness import LatenessWatch, OwnPlace, SlowNodes
+from elastic_ext.agent.companion import LocalWorkers, RoundPlace
+from elastic_ext.agent.lateness import LatenessWatch, SlowNodes
 from elastic_ext.base import round_store
 from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, RankSample, Streak, WorkerSample
 from elastic_ext.workers import progress_layout as layout
@@ -114,7 +114,7 @@ def test_a_comparison_after_its_round_removes_no_host(tmp_path):
         compared.set()
         over.wait(60)
 
-    watch = LatenessWatch(OwnPlace("n0", 0, 1, ("", 0)), on_compared, asked)
+    watch = LatenessWatch(RoundPlace("n0", 0, 1, 1, ("", 0)), on_compared, asked)
     watch.workers_started(workers)
     with open(tmp_path / "progress", "r+b") as file:
         file.seek(8 * layout.SAMPLES)
@@ -133,7 +133,7 @@ def test_a_newer_sample_ends_questions_about_the_old(tmp_path):
     table, store, node = ProgressTable(str(tmp_path / "progress"), 2), HashStore(), 3000
     files = {local_rank: str(tmp_path / f"stacks{local_rank}") for local_rank in range(2)}
     workers = LocalWorkers(None, table, {0: 6000, 1: 6001}, {}, files)  # type: ignore[arg-type]
-    watch = LatenessWatch(OwnPlace("n", node, node + 1, ("", 0)), lambda found, named: None, Asked())
+    watch = LatenessWatch(RoundPlace("n", node, node + 1, 2 * node + 2, ("", 0)), lambda found, named: None, Asked())
     watch._store = store
     watch.workers_started(workers)
     try:
@@ -153,7 +153,7 @@ def test_nodes_without_a_sample_are_waited_for_together(monkeypatch):
     """They may sample more rarely than the node of rank 0. A thousand of them would hold it up for a minute."""
     monkeypatch.setattr(lateness, "WAIT_S", 0.0)
     monkeypatch.setattr(lateness, "LOOK_S", LIMIT_S)
-    watch = LatenessWatch(OwnPlace("n0", 0, 1000, ("", 0)), lambda found, named: None, Asked())
+    watch = LatenessWatch(RoundPlace("n0", 0, 1000, 1000, ("", 0)), lambda found, named: None, Asked())
     watch._store = HashStore()
     own = NodeSample("n0", "clock", (RankSample(0, WorkerSample(128, 60_000)),))
     found: list[Any] = []

@@ -7,18 +7,17 @@ form, and `SaveJournal.damaged` says whether there was one before a torn last li
 from __future__ import annotations
 
 import ctypes
-import glob
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from io import FileIO
-from typing import Annotated, NamedTuple
+from typing import Annotated, BinaryIO, NamedTuple
 
 from elastic_ext.base import records
 
 VERSION = 1
-MAX_PART = 1 << 20  # bytes; smaller than records.MAX_BYTES
+MAX_PART = records.MAX_BYTES // 8
+"""Bytes of a journal in one record. JSON makes up to 6 of each; the rest of a record with one part is far below a quarter."""
 _PAGE = 4096  # bytes, the least that a filesystem frees; the first line is shorter
 _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE, FALLOC_FL_PUNCH_HOLE: see fallocate(2)
 _LIBC = ctypes.CDLL(None)
@@ -156,35 +155,60 @@ class JournalPart:
 
 
 class JournalTail:
-    """Reads the journals of one worker and its forked children as they grow, and frees the memory of what it has read."""
+    """Reads the journals of one worker and its forked children as they grow, and frees the memory of what it has read.
+
+    Invariant: all that was there before a read has been returned once nothing is new, or `fault` says why it may not have been.
+    """
 
     def __init__(self, path: str) -> None:
         """path: as in the worker's message."""
-        self._path = path
+        self._folder, self._prefix = os.path.split(f"{path}.")
         self._read: dict[str, int] = {}  # bytes read, by name; behind the first line there
+        self.fault = ""  # the first one: it stays, because steps may have been counted whose lines were not there
 
     def read(self) -> list[JournalPart]:
-        """Return what is new, at most MAX_PART bytes of each journal. Raises OSError."""
+        """Return what is new, at most MAX_PART bytes of each journal. A fault of one journal loses nothing of the others."""
         found = []
-        for path in sorted(glob.glob(f"{glob.escape(self._path)}.*")):
-            with open(path, "r+b", buffering=0) as file:
-                part = self._part(os.path.basename(path), file)
+        for name in self._names():
+            try:
+                with open(os.path.join(self._folder, name), "r+b") as file:
+                    part = self._part(name, file)
+            except OSError as error:
+                self._fail(error)
+                continue
             if part is not None:
                 found.append(part)
         return found
 
-    def _part(self, name: str, file: FileIO) -> JournalPart | None:
+    def _names(self) -> list[str]:
+        try:
+            names = sorted(each for each in os.listdir(self._folder) if each.startswith(self._prefix))
+        except OSError as error:
+            self._fail(error)
+            return []
+        for name in sorted(self._read.keys() - set(names))[:1]:
+            self._fail(f"{os.path.join(self._folder, name)} has gone")
+        return names
+
+    def _fail(self, why: object) -> None:
+        self.fault = self.fault or str(why)
+
+    def _part(self, name: str, file: BinaryIO) -> JournalPart | None:
         first = file.read(_PAGE)
         head = _HEAD.match(first.decode("utf-8", "surrogateescape"))
         if head is None:
-            if b"\n" in first:
+            if b"\n" in first or len(first) == _PAGE:
                 raise OSError(f"{file.name} is no journal of saves: it begins with {first[:40]!r}")
             return None
-        begin = self._read.get(name, head.end())  # the first line is of ASCII
+        begin = self._read.setdefault(name, head.end())  # the first line is of ASCII
+        if os.fstat(file.fileno()).st_size < begin:
+            raise OSError(f"{file.name} is shorter than it was")
         file.seek(begin)
         data = file.read(MAX_PART)
         lines = data[: data.rfind(b"\n") + 1]
         if not lines:
+            if len(data) == MAX_PART:
+                raise OSError(f"{file.name} is no journal of saves: a line has {MAX_PART} bytes and more")
             return None
         self._read[name] = end = begin + len(lines)
         free_pages(file.fileno(), _PAGE, end // _PAGE * _PAGE)

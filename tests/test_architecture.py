@@ -44,7 +44,7 @@ PURE = (
     *("telemetry/goodput.py", "status/job_status.py", "events/event_table.py"),
     *(
         "checkpoints/choice/decisions.py",
-        "checkpoints/choice/messages.py",
+        "checkpoints/agreement/messages.py",
         "checkpoints/memory/pace.py",
         "checkpoints/record/proof.py",
     ),

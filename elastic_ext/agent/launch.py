@@ -29,7 +29,8 @@ import elastic_ext
 from elastic_ext.base import errors, isolated
 from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
-from elastic_ext.checkpoints.choice import agreement, listing
+from elastic_ext.checkpoints.agreement import nodes
+from elastic_ext.checkpoints.choice import listing
 from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.workers.standby.modules import StandbySpec
@@ -186,7 +187,7 @@ def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
 
 
-def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: agreement.Resumption) -> str:
+def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: nodes.Resumption) -> str:
     """Return the first log line of the agent. metrics: address of the metrics; None if they are not served."""
     if settings.checkpoint_dir is None:
         begins = "starts from nothing: no checkpoint_dir is set"

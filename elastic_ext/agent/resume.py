@@ -21,8 +21,10 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from elastic_ext.agent import companion, launch
 from elastic_ext.base import contracts, diagnosis, errors, files
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, listing
-from elastic_ext.checkpoints.choice.messages import MAX_OFFERS, NONE_SAVED, NewestSaved
+from elastic_ext.checkpoints.agreement import nodes
+from elastic_ext.checkpoints.agreement.messages import MAX_OFFERS, NONE_SAVED, NewestSaved
+from elastic_ext.checkpoints.agreement.quarantine import quarantine, quarantine_newer
+from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.storage import open_storage
@@ -130,7 +132,7 @@ class ResumePoint(companion.Companion):
     def __init__(
         self,
         settings: Settings,
-        checkpoint: agreement.Resumption,
+        checkpoint: nodes.Resumption,
         pin: tiers.Pin | None = None,
         copies: MemoryCopies | None = None,
         memory: Mapping[str, str] | None = None,
@@ -218,14 +220,14 @@ class ResumePoint(companion.Companion):
                 self._quarantine_newer(verdict.refuse_newer, verdict.round, verdict.refused_by == node)
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
-                agreement.quarantine(self._settings, self.checkpoint.path, decision.kind == diagnosis.NUMERIC, reason)
+                quarantine(self._settings, self.checkpoint.path, decision.kind == diagnosis.NUMERIC, reason)
         except (errors.UsageError, errors.StorageAway, OSError) as error:
             logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
 
     def _quarantine_newer(self, than: int, round_: int, shared: bool) -> None:
         reason = f"the replicas of round {round_} are not known to have been equal after step {than}"
         resumed_from = self.checkpoint.path
-        agreement.once_there(lambda: agreement.quarantine_newer(self._settings, than, resumed_from, reason, shared))
+        nodes.once_there(lambda: quarantine_newer(self._settings, than, resumed_from, reason, shared))
 
 
 def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:
@@ -240,14 +242,14 @@ def after_round(known: NewestSaved | None, workers: Sequence[Progress]) -> Newes
     return replace(known, step=max([known.step, *(worker.saved_step for worker in workers if worker.saved_step is not None)]))
 
 
-def place_of(group: WorkerGroup) -> agreement.NodeInRound:
-    return agreement.NodeInRound(group.group_rank, group.group_world_size, len(group.workers))
+def place_of(group: WorkerGroup) -> nodes.NodeInRound:
+    return nodes.NodeInRound(group.group_rank, group.group_world_size, len(group.workers))
 
 
-def agree(settings: Settings, job: Rendezvous, place: agreement.NodeInRound, copies: MemoryCopies) -> ResumePoint:
+def agree(settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies: MemoryCopies) -> ResumePoint:
     """Return the checkpoint that this round resumes from; it is the same on every node. copies: this node's copies in memory.
 
-    Raises RoundOver: the round ended before all of its nodes knew the choice; others: see `agreement.agree`.
+    Raises RoundOver: the round ended before all of its nodes knew the choice; others: see `nodes.agree`.
     """
     pin = tiers.Pin(open_storage(settings.local_dir)) if settings.local_dir is not None else None
     try:
@@ -257,7 +259,7 @@ def agree(settings: Settings, job: Rendezvous, place: agreement.NodeInRound, cop
         place = replace(place, saved=copies.saved, restarts=job.round > 1, resumes=copies.resumes)
         if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
             copies.saved = replace(copies.saved, round=job.round)
-        checkpoint = agreement.agree(settings, job.get_run_id(), job.part.exchange, place)
+        checkpoint = nodes.agree(settings, job.get_run_id(), job.part.exchange, place)
         copies.saved = NewestSaved(job.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
         if not copies.has(checkpoint.path):
             copies.checkpoint_step = checkpoint.at

@@ -120,7 +120,7 @@ class Header:
     verdict: str = ""  # what all nodes do about the failures that ended this round (a record of `failures.ledger`); "": none yet
     save: Annotated[int, Within(0, MAX_SAVES)] = 0  # number of the last save on demand requested in this round; 0 if none was
     local: bool = False  # all nodes may resume from their own disks, and offer the node of rank 0 what they have there
-    # What all nodes resume from (see `checkpoints.choice.messages`), written by the node of rank 0; "" until it has chosen. A
+    # What all nodes resume from (see `checkpoints.agreement.messages`), written by the node of rank 0; "" until it has chosen. A
     # new round begins with "", so that no choice outlives its round.
     resume: str = ""
     # Name of the job from its first round to its end, unique among jobs of the same run id; "" before the first round.

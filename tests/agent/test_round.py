@@ -15,7 +15,7 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound, how_to_stop, without_grace
 from elastic_ext.agent.verdicts import failed_workers
 from elastic_ext.base import settings
-from elastic_ext.checkpoints.choice.agreement import Resumption
+from elastic_ext.checkpoints.agreement.nodes import Resumption
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.rendezvous.contract import EndKind

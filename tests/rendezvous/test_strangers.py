@@ -21,13 +21,13 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.errors import BadCheckpoints, RoundOver, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement
-from elastic_ext.checkpoints.choice.agreement import NodeInRound
+from elastic_ext.checkpoints.agreement import nodes
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_store import serve
-from tests.checkpoints.choice.test_agreement import exchanges_of, save
+from tests.checkpoints.agreement.test_agreement import exchanges_of, save
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, Gate, Job, descendants, open_files
 from tests.ports import free_port
@@ -156,14 +156,14 @@ def test_a_choice_that_is_none(tmp_path, text):
     zero, one = exchanges_of(2)
     zero.publish(text)
     with pytest.raises(UsageError):
-        agreement.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, NodeInRound(1, 2))
+        nodes.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, NodeInRound(1, 2))
 
 
 def test_node_0s_error_is_one_line(tmp_path):
     zero, one = exchanges_of(2)
     zero.publish(json.dumps({"name": "", "error": "a\x1b[2J\nb" + "x" * 9000, "bad": True, "schema": 2}))
     with pytest.raises(BadCheckpoints) as raised:
-        agreement.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, NodeInRound(1, 2))
+        nodes.agree(Settings(checkpoint_dir=str(tmp_path)), "run", one, NodeInRound(1, 2))
     assert str(raised.value).isprintable()
     assert len(str(raised.value)) < 3000
 
@@ -175,11 +175,11 @@ def test_one_in_another_directory_that_resume_from_names(tmp_path):
     path = save(there, 5)
     settings = Settings(checkpoint_dir=str(here), resume_from=str(path))
     zero, one, two = exchanges_of(3)
-    said = agreement.agree(settings, "run", zero, NodeInRound(0, 3))
+    said = nodes.agree(settings, "run", zero, NodeInRound(0, 3))
     assert (said.path, said.step) == (str(path), 5)
-    assert agreement.agree(settings, "run", one, NodeInRound(1, 3)) == said
+    assert nodes.agree(settings, "run", one, NodeInRound(1, 3)) == said
     with pytest.raises(UsageError, match="the same resume_from"):
-        agreement.agree(Settings(checkpoint_dir=str(here)), "run", two, NodeInRound(2, 3))
+        nodes.agree(Settings(checkpoint_dir=str(here)), "run", two, NodeInRound(2, 3))
 
 
 def started(work: Callable[[], object]) -> Future:

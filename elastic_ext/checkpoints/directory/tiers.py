@@ -68,7 +68,7 @@ def node_of(nodes: Sequence[int], rank: int) -> int:
 
 @dataclass(frozen=True)
 class Offer:
-    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `choice/messages.py`."""
+    """The part of a checkpoint in one node's local directory. Nodes send it in a message, see `agreement/messages.py`."""
 
     name: Name  # name of the checkpoint
     digest: str  # digest of its manifest, because two checkpoints may have the same name

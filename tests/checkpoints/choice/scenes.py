@@ -17,8 +17,8 @@ from typing import Any
 
 from elastic_ext.base.contracts import SingleNode
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement
-from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
+from elastic_ext.checkpoints.agreement import nodes
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound, Resumption
 from elastic_ext.checkpoints.choice.decisions import Resume
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.formats import detect
@@ -155,7 +155,7 @@ def step_in(directory: Path | str, **wanted: Any) -> int | None:
 def resumed(directory: Path, run_id: str = "run", place: NodeInRound | None = None, **settings: str) -> Resumption:
     """What the only node of a job resumes from, with these settings."""
     chosen = Settings(checkpoint_dir=str(directory), **settings)
-    return agreement.agree(chosen, run_id, SingleNode(), place or NodeInRound())
+    return nodes.agree(chosen, run_id, SingleNode(), place or NodeInRound())
 
 
 def reasons(directory: Path | str, **wanted: Any) -> dict[str, str]:

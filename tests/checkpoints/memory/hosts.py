@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.checkpoints.choice.messages import Offers, newest_whole
+from elastic_ext.checkpoints.agreement.messages import Offers, newest_whole
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.memory import part
 from elastic_ext.checkpoints.storage import open_storage

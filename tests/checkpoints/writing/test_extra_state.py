@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from elastic_ext import Checkpointer
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.messages import Offers, newest_whole
+from elastic_ext.checkpoints.agreement.messages import Offers, newest_whole
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.state import Objects, capture, extra_template, take_extra
 from elastic_ext.checkpoints.storage import open_storage

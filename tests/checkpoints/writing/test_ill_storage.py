@@ -18,16 +18,16 @@ from elastic_ext.agent.resume import newest_checkpoint
 from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement
-from elastic_ext.checkpoints.choice.agreement import NodeInRound
-from elastic_ext.checkpoints.choice.messages import NewestSaved
+from elastic_ext.checkpoints.agreement import nodes
+from elastic_ext.checkpoints.agreement.messages import NewestSaved
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli.main import main
 from elastic_ext.rendezvous.judging import AgentPolicy
 from tests.chaos.seeded.object_store import WELL, Ill, ObjectStore
+from tests.checkpoints.agreement.test_agreement import copies
 from tests.checkpoints.choice.scenes import flip, resumed
-from tests.checkpoints.choice.test_agreement import copies
 from tests.checkpoints.rank_groups import RankGroups, complete
 from tests.until import until
 
@@ -76,7 +76,7 @@ def test_the_agents_choice_waits_for_the_storage(store: ObjectStore, monkeypatch
         store.be(WELL)
         assert chosen.result().step == 2
     store.be(Ill(errors=1.0, path=path))
-    monkeypatch.setattr(agreement, "AWAY_S", 0.1)
+    monkeypatch.setattr(nodes, "AWAY_S", 0.1)
     with pytest.raises(StorageAway, match=r"has not answered for 0\.1 s"):
         resumed(store.url, verify="full")
 
@@ -97,11 +97,11 @@ def test_the_newest_copy_in_memory_needs_no_storage(store, tmp_path, monkeypatch
     place = NodeInRound(memory=copies(tmp_path / "memory", [3], [0], nodes=1), saved=saved)
     store.be(Ill(errors=1.0, path=path))
     if expected is None:
-        monkeypatch.setattr(agreement, "AWAY_S", 0.1)
+        monkeypatch.setattr(nodes, "AWAY_S", 0.1)
         with pytest.raises(StorageAway):
             resumed(store.url, place=place)
         return
-    monkeypatch.setattr(agreement, "poll", None)  # it does not wait
+    monkeypatch.setattr(nodes, "poll", None)  # it does not wait
     assert resumed(store.url, place=place).step == expected
     assert len([each for each in caplog.records if "does not answer" in each.message]) == (not path)
 

@@ -21,8 +21,10 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, listing, messages
-from elastic_ext.checkpoints.choice.agreement import NodeInRound, Resumption
+from elastic_ext.checkpoints.agreement import messages, nodes
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound, Resumption
+from elastic_ext.checkpoints.agreement.quarantine import quarantine, quarantine_newer
+from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.directory.tiers import memory_file
@@ -114,7 +116,7 @@ def test_all_bad(tmp_path):
 
 
 def quarantined(directory: Path, resumed_from: str, newest: bool = False) -> str | None:
-    return agreement.quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
+    return quarantine(Settings(checkpoint_dir=str(directory)), resumed_from, newest, "it failed")
 
 
 def test_what_is_quarantined(tmp_path):
@@ -159,7 +161,7 @@ def test_the_newest_is_quarantined_if_another_is_left(tmp_path, remote, local, m
         own_files.quarantine(storage, directory_name(step, 1), "bad")
     settings = Settings(checkpoint_dir=str(tmp_path / "remote"), local_dir=str(tmp_path / "local"), resume_from=resume_from)
     name = None if expected is None else directory_name(expected, 1)
-    assert agreement.quarantine(settings, "", True, "NaN") == name
+    assert quarantine(settings, "", True, "NaN") == name
     assert own_files.quarantined_names(storage) == {name, *(directory_name(step, 1) for step in marked)} - {None}
 
 
@@ -176,20 +178,20 @@ def test_what_is_newer_than_the_limit_is_quarantined(tmp_path):
     save_part([local], 5)
     save_part([local], 9)
     settings = Settings(checkpoint_dir=str(remote), local_dir=str(local))
-    found = agreement.quarantine_newer(settings, 5, str(remote / "first.pt"), "replicas differ")
+    found = quarantine_newer(settings, 5, str(remote / "first.pt"), "replicas differ")
     assert set(found) == {"step_7.pt", "latest.pt", directory_name(9, 1)}
     assert own_files.quarantined_names(open_storage(str(remote))) == set(found)
     assert (remote / "step_7.pt").exists()
     save(remote, 8)
     assert resumed(remote).step == 8
-    assert agreement.quarantine_newer(Settings(), 5, "", "no checkpoints") == []
+    assert quarantine_newer(Settings(), 5, "", "no checkpoints") == []
 
 
 def test_our_refused_stay_refused_while_copying_goes_on(tmp_path):
     for step in (5, 7):
         save_own(tmp_path, step)
     name = directory_name(7, 1)
-    assert agreement.quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == [name]
+    assert quarantine_newer(Settings(checkpoint_dir=str(tmp_path)), 5, "", "replicas differ") == [name]
     for file in (tmp_path / name).iterdir():
         os.utime(file, (time.time() + 5,) * 2)  # filesystems tell times in steps
     assert resumed(tmp_path).step == 5
@@ -198,11 +200,11 @@ def test_our_refused_stay_refused_while_copying_goes_on(tmp_path):
 def test_with_all_refused_only_fresh_runs_begin_again(tmp_path):
     settings = Settings(checkpoint_dir=str(tmp_path))
     save(tmp_path, 7)
-    assert agreement.quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
+    assert quarantine_newer(settings, 5, "/elsewhere/step_5.pt", "replicas differ") == ["step_7.pt"]
     with pytest.raises(BadCheckpoints, match="quarantined: replicas differ"):
         resumed(tmp_path)
     own_files.lift_quarantine(open_storage(str(tmp_path)), "step_7.pt")
-    assert agreement.quarantine_newer(settings, 5, "", "replicas differ") == ["step_7.pt"]
+    assert quarantine_newer(settings, 5, "", "replicas differ") == ["step_7.pt"]
     assert resumed(tmp_path).path == ""
     save(tmp_path, 4)
     assert resumed(tmp_path).step == 4
@@ -308,9 +310,9 @@ def exchanges() -> list[Told]:
 def test_all_nodes_get_the_same_answer(tmp_path, exchanges):
     save(tmp_path, 7)
     settings = Settings(checkpoint_dir=str(tmp_path))
-    said = agreement.agree(settings, "run", exchanges[0], NodeInRound(0, 2))
+    said = nodes.agree(settings, "run", exchanges[0], NodeInRound(0, 2))
     save(tmp_path, 9)
-    assert agreement.agree(settings, "run", exchanges[1], NodeInRound(1, 2)) == said
+    assert nodes.agree(settings, "run", exchanges[1], NodeInRound(1, 2)) == said
     assert said.step == 7
 
 
@@ -329,7 +331,7 @@ def copies(folder: Path, steps: Sequence[int], ranks: Sequence[int], nodes: int 
 def agreed(settings: Settings, exchanges: Sequence[Told], places: Sequence[NodeInRound]) -> list[Resumption]:
     """What each node resumes from."""
     with ThreadPoolExecutor() as pool:
-        asked = [pool.submit(agreement.agree, settings, "run", *each) for each in zip(exchanges, places, strict=True)]
+        asked = [pool.submit(nodes.agree, settings, "run", *each) for each in zip(exchanges, places, strict=True)]
         return [each.result() for each in asked]
 
 
@@ -363,7 +365,7 @@ def test_all_nodes_get_the_same_error(tmp_path, exchanges, prepare, kind):
     settings = Settings(checkpoint_dir=str(tmp_path), resume_from="" if kind is BadCheckpoints else "8", verify="full")
     for node, exchange in enumerate(exchanges):
         with pytest.raises(kind):
-            agreement.agree(settings, "run", exchange, NodeInRound(node, 2))
+            nodes.agree(settings, "run", exchange, NodeInRound(node, 2))
 
 
 @pytest.mark.seam
@@ -381,10 +383,10 @@ def test_a_node_waits_for_what_others_resume_from(tmp_path):
         return genuine(name)
 
     storage.stat = stat
-    agreement.await_visible(storage, "step_7.pt", time.monotonic() + 60)
+    nodes.await_visible(storage, "step_7.pt", time.monotonic() + 60)
     assert looks == ["step_7.pt"] * 3
     with pytest.raises(UsageError, match="storage that every node mounts"):
-        agreement.await_visible(open_storage(str(tmp_path)), "step_8.pt", time.monotonic())
+        nodes.await_visible(open_storage(str(tmp_path)), "step_8.pt", time.monotonic())
 
 
 SCRIPT = """

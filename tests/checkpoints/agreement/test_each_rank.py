@@ -9,8 +9,9 @@ import pytest
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import agreement, messages
-from elastic_ext.checkpoints.choice.agreement import NodeInRound
+from elastic_ext.checkpoints.agreement import messages, nodes
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound
+from elastic_ext.checkpoints.agreement.quarantine import quarantine
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import ranks, resumed
@@ -49,14 +50,14 @@ def test_the_other_nodes_find_theirs_by_the_name(tmp_path: Path) -> None:
     ranks(tmp_path, "s_2_rank{}.pt", 4)
     sent = messages.read_agreement(messages.encode(messages.Agreement("s_2_rank*.pt", 2, "newest")))
     settings = Settings(checkpoint_dir=str(tmp_path))
-    node = agreement._NodeSide(settings, str(tmp_path), "run", NodeInRound(1, 2))
+    node = nodes._NodeSide(settings, str(tmp_path), "run", NodeInRound(1, 2))
     assert node.seen(sent, 0.0).files[3] == str(tmp_path / "s_2_rank3.pt")
 
 
 def test_the_blamed_one_is_quarantined_with_its_files(tmp_path: Path) -> None:
     for step in (1, 2):
         ranks(tmp_path, f"s_{step}_rank{{}}.pt", 2)
-    assert agreement.quarantine(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path).path, False, "bad") == "s_2_rank*.pt"
+    assert quarantine(Settings(checkpoint_dir=str(tmp_path)), resumed(tmp_path).path, False, "bad") == "s_2_rank*.pt"
     assert own_files.quarantined_names(open_storage(str(tmp_path))) == {"s_2_rank*.pt"}
     assert resumed(tmp_path).step == 1
 

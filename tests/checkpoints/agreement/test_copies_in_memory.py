@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic_ext.checkpoints.choice.messages import MemoryChoice, NewestSaved, Offers, needs_no_storage, newest_whole
+from elastic_ext.checkpoints.agreement.messages import MemoryChoice, NewestSaved, Offers, needs_no_storage, newest_whole
 from elastic_ext.checkpoints.directory.tiers import Offer
 from elastic_ext.checkpoints.formats.candidates import directory_name
 

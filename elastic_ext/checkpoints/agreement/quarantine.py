@@ -1,0 +1,119 @@
+"""Quarantine the checkpoint that a failure is blamed on, or those that were saved after the job went wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from collections.abc import Iterator
+
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.choice import catalogue, listing
+from elastic_ext.checkpoints.directory import own_files, tiers
+from elastic_ext.checkpoints.formats import candidates, detect
+from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
+from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, split_path
+
+logger = logging.getLogger(__name__)
+
+
+def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str) -> str | None:
+    """Quarantine the checkpoint that a failure is blamed on; return its name, or None if no checkpoint is to blame.
+
+    Args:
+        resumed_from: path of the checkpoint that the failed round resumed from; "" if none.
+        newest: blame the last saved checkpoint (for numbers that left their range) instead of `resumed_from`.
+        reason: for people.
+
+    It stays if no other one could be used: the cause may be newer than it, or the code, or a file of the data.
+
+    Raises OSError, UsageError.
+    """
+    if settings.checkpoint_dir is None:
+        return None
+    if newest:
+        return _quarantine_newest(open_storage(settings.checkpoint_dir), settings, reason)
+    if not resumed_from:
+        return None
+    storage, name = open_parent(resumed_from)
+    if not _another(open_storage(settings.checkpoint_dir), settings, name):
+        return None
+    return _quarantine_in(storage, name, reason)
+
+
+def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: str, shared: bool = True) -> list[str]:
+    """Quarantine the checkpoints of later steps, or of unknown ones; return their names. Each node does so for its own tier.
+
+    Unlike `quarantine`, also where no other one may be used: what is in them is surely wrong. What a script has not finished to
+    save is left alone: nothing resumes from it, and its mark, without a time, would hold for a good one of that name, too.
+
+    Args:
+        than: the last step of the job whose checkpoint may be used.
+        resumed_from: path of the checkpoint that the failed round resumed from, which stays; "": it began from nothing, and the
+            next one may do so, too.
+        reason: for people.
+        shared: in `checkpoint_dir`, too. One node does that.
+
+    Raises OSError, UsageError.
+    """
+    if settings.checkpoint_dir is None or not (shared or settings.local_dir):
+        return []
+    remote = open_storage(settings.checkpoint_dir)
+    found = dict(_newer_in(remote, settings, than, resumed_from)) if shared else {}
+    if settings.local_dir:  # they may be on their way to the other tier, or on no other node
+        known = {*found, *own_files.quarantined_names(remote)}
+        local = tiers.own_checkpoints(open_storage(settings.local_dir))
+        found |= {name: None for name in local if order_or_oldest(name)[1] > than and name not in known}
+    return [_mark(remote, name, reason, written_at, not resumed_from) for name, written_at in found.items()]
+
+
+def _newer_in(remote: Storage, settings: Settings, than: int, resumed_from: str) -> Iterator[tuple[str, float | None]]:
+    """Yield the name of each that is to be quarantined, and when it was written; None for ours, as no other one gets its name."""
+    for each in catalogue.list_checkpoints(remote, settings.checkpoint_pattern):
+        later = each.step is None or each.step > than
+        if later and not each.quarantined and remote.path(each.name) != resumed_from:
+            seen = detect.check(remote, each.entry, named=True)
+            is_ours = order_of(each.name) is not None
+            if each.complete or seen.unreadable is not None or is_ours:
+                yield each.name, None if is_ours else seen.written_at
+
+
+def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:
+    found = listing.newest_in(remote, listing.Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
+    return split_path(found.path)[1] if found is not None else ""
+
+
+def _another(remote: Storage, settings: Settings, name: str) -> bool:
+    """Return whether a checkpoint besides this one may be used."""
+    kept = frozenset[str]()
+    if settings.local_dir:
+        kept = frozenset(each.name for each in tiers.offers(open_storage(settings.local_dir))) - own_files.quarantined_names(
+            remote
+        )
+    if settings.resume_from or kept - {name} or _newest_besides(remote, settings, name):
+        return True
+    logger.warning("checkpoint %s is not quarantined: no other one may be used, so it is tried", remote.path(name))
+    return False
+
+
+def _quarantine_newest(remote: Storage, settings: Settings, reason: str) -> str | None:
+    newest, on_its_way = _newest_besides(remote, settings, ""), False
+    if settings.local_dir:
+        of_local = next(iter(tiers.own_checkpoints(open_storage(settings.local_dir))), "")
+        if order_or_oldest(of_local) > order_or_oldest(newest):
+            newest, on_its_way = of_local, True
+    if not newest or not _another(remote, settings, newest):
+        return None
+    # A quarantine by name holds for both tiers.
+    return _mark(remote, newest, reason, None) if on_its_way else _quarantine_in(remote, newest, reason)
+
+
+def _quarantine_in(storage: Storage, name: str, reason: str) -> str | None:
+    entry = candidates.entry_of(storage, name)
+    return None if entry is None else _mark(storage, name, reason, detect.check(storage, entry, named=True).written_at)
+
+
+def _mark(storage: Storage, name: str, reason: str, written_at: float | None, from_nothing: bool = False) -> str:
+    own_files.quarantine(storage, name, reason, f"{platform.node()} pid {os.getpid()}", written_at, from_nothing)
+    logger.warning("checkpoint %s is quarantined: %s; the next round resumes from the one before it", storage.path(name), reason)
+    return name

@@ -25,8 +25,8 @@ import measure
 from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.directory.own_files import BLOCK, MANIFEST, Manifest, StoredFile, checksum, encode
 from elastic_ext.checkpoints.formats.candidates import directory_name
-from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.checkpoints.verifying import verify
 
 MAX_RATIO = 1.3  # of verifying to reading
 MAX_SECONDS = 1.0  # for a choice among 10,000

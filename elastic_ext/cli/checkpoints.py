@@ -13,9 +13,9 @@ from dataclasses import asdict, replace
 
 from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.checkpoints.choice import catalogue, decisions, hints, listing
-from elastic_ext.checkpoints.directory import own_files, upkeep
-from elastic_ext.checkpoints.formats import detect
+from elastic_ext.checkpoints import verifying
+from elastic_ext.checkpoints.choice import decisions, hints, listing
+from elastic_ext.checkpoints.directory import catalogue, own_files, upkeep
 from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.cli import Commands, job_source, print_error, print_line, requests
 
@@ -180,14 +180,14 @@ def _verify(args: argparse.Namespace) -> int:
     damaged = 0
     for row in chosen:
         with ProgressBar(row.name) as bar:
-            mode = detect.Mode.SAMPLED if args.sampled else detect.Mode.FULL
-            found = detect.verify(storage, row.entry, mode, args.threads or None, bar.bytes)
+            mode = verifying.Mode.SAMPLED if args.sampled else verifying.Mode.FULL
+            found = verifying.verify(storage, row.entry, mode, args.threads or None, bar.bytes)
         damaged += not found.sound or not row.complete
         _show(row, found, args.json)
     return EX_DAMAGED if damaged else 0
 
 
-def _show(row: catalogue.ListedCheckpoint, found: detect.Verification, as_json: bool) -> None:
+def _show(row: catalogue.ListedCheckpoint, found: verifying.Verification, as_json: bool) -> None:
     if as_json:
         sound = found.sound and row.complete
         record = {key: value for key, value in asdict(found).items() if key != "unreadable"}  # a fault says it

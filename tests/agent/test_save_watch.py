@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.save_watch import open_entries
-from elastic_ext.checkpoints.choice.catalogue import Known, list_checkpoints
+from elastic_ext.checkpoints.directory.catalogue import Known, list_checkpoints
 from elastic_ext.checkpoints.storage import open_storage
 from tests.checkpoints.choice.scenes import TRAINING, saved
 from tests.jobs import AGENT, EXT, Job, run

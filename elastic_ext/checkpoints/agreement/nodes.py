@@ -27,6 +27,7 @@ from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, 
 from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints import verifying
 from elastic_ext.checkpoints.agreement import messages
 from elastic_ext.checkpoints.agreement.messages import Agreement, NewestSaved, Offers, Tier
 from elastic_ext.checkpoints.choice import hints, listing, recorded
@@ -350,7 +351,7 @@ class RemoteTier:
         # By the names. A script's own saves show their step only when opened.
         if not any(order_of(name) is None or order_or_oldest(name) > order for name in found):
             return upper
-        choice = self._choose(detect.Mode.OFF)
+        choice = self._choose(verifying.Mode.OFF)
         if choice.resume is None or newer(upper, self._agreement(choice.resume)) is upper:
             _log_passed_over(choice)
             return upper
@@ -362,7 +363,7 @@ class RemoteTier:
 
     def _newest(self) -> Agreement:
         """Choose from the directory alone. Raises UsageError, BadCheckpoints, OSError."""
-        choice = self._choose(detect.Mode(self._settings.verify))
+        choice = self._choose(verifying.Mode(self._settings.verify))
         _log_passed_over(choice)
         if choice.resume is not None:
             return self._agreement(choice.resume)
@@ -392,7 +393,7 @@ class RemoteTier:
         tier = Tier.SHARED if self.storage.path(name) == resume.path else Tier.NAMED
         return Agreement(name, resume.step, resume.reason[: messages.MAX_TEXT], tier)
 
-    def _choose(self, verify: detect.Mode) -> Choice:
+    def _choose(self, verify: verifying.Mode) -> Choice:
         """Choose from the run's own progress first, then by resume_from."""
         resume_from = self._settings.resume_from
         wanted = listing.Wanted(pattern=self._settings.checkpoint_pattern, verify=verify)

@@ -8,8 +8,8 @@ import platform
 from collections.abc import Iterator
 
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.choice import catalogue, listing
-from elastic_ext.checkpoints.directory import own_files, tiers
+from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.directory import catalogue, own_files, tiers
 from elastic_ext.checkpoints.formats import candidates, detect
 from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, split_path

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import compile_pattern
+from elastic_ext.checkpoints import verifying
 from elastic_ext.checkpoints.choice import decisions, recorded
 from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.directory import own_files
@@ -37,7 +38,7 @@ class Wanted:
     # A glob in which {step} and {epoch} stand for a number; only names that match it, and our own, are checkpoints. "": any
     # directory, and files with a known suffix.
     pattern: str = ""
-    verify: detect.Mode = detect.Mode.OFF  # how to verify the content before choosing a checkpoint
+    verify: verifying.Mode = verifying.Mode.OFF  # how to verify the content before choosing a checkpoint
     # Consider only checkpoints written after this time, in seconds since the epoch by the clock of the storage.
     since: float | None = None
     without: str = ""  # name of one that is left out
@@ -193,7 +194,7 @@ class Inspector:
             reason = f"quarantined: {mark.reason}"
             return replace(found, complete=False, compared=False, reason=reason, distrusted=not mark.from_nothing)
         try:
-            verified = detect.verify(self.storage, entry, self.wanted.verify)
+            verified = verifying.verify(self.storage, entry, self.wanted.verify)
         except FileNotFoundError:
             return replace(found, complete=False, compared=False, reason="it disappeared while it was verified")
         if verified.unreadable is not None:

@@ -2,6 +2,7 @@
 
 own_files.py    manifests, which commit; marks, which quarantine and pin checkpoints
 generations.py  the fence: only the newest group of workers may commit
+catalogue.py    all checkpoints, each with its state and how it is known
 upkeep.py       choose and remove old checkpoints; copy a checkpoint to another directory
 tiers.py        the parts of a checkpoint on the nodes' local disks, and locks that keep one until it is loaded
 
@@ -11,7 +12,7 @@ job, and of later jobs, use them to inform each other about checkpoints:
     quarantine/NAME.json         in the remote directory: do not resume from this checkpoint (`own_files`)
     pin/NAME.json                in the remote directory: do not prune this checkpoint (`own_files`)
     generation-NNNNNNNN          in the remote directory: a group of workers has opened it (`generations`)
-    resume_from/RUN.json         in the remote directory: the resume_from at which a run began (`choice/`)
+    resume_from/RUN.json         in the remote directory: the resume_from at which a run began (`agreement/`)
     saves/ATTEMPT.ORDER.NAME     in the remote directory: what is recorded of a save of the job (`record/stored`)
     copying, copying_from/NODE   in the remote directory: the checkpoint that the nodes copy there now (`copying/`)
     copied_to                    in a local directory: the remote directory that it belongs to (`tiers`)

@@ -29,8 +29,8 @@ from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, StoredFile, encode
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.candidates import directory_name
-from elastic_ext.checkpoints.formats.detect import Mode, Verification
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from elastic_ext.checkpoints.verifying import Mode, Verification
 from tests.checkpoints.choice.scenes import TRAINING, flip, resumed, saved
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
@@ -259,7 +259,7 @@ def test_only_what_is_newer_than_copies_is_verified(tmp_path, monkeypatch):
     """To verify takes seconds for a gigabyte, at each restart. What is no checkpoint gives no reason for it."""
     remote, verified = tmp_path / "remote", []
     monkeypatch.setattr(
-        listing.detect, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
+        listing.verifying, "verify", lambda storage, entry, mode: verified.append((entry.name, mode)) or Verification((), 0, 0)
     )
     save_own(remote, 5)
     for name in ("logs", "runs"):

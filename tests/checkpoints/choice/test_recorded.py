@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.catalogue import Known, list_checkpoints
 from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
+from elastic_ext.checkpoints.directory.catalogue import Known, list_checkpoints
 from elastic_ext.checkpoints.record import stored
 from elastic_ext.checkpoints.record.stored import known_saves, read_save
 from elastic_ext.checkpoints.storage import open_storage

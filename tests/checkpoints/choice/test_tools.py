@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.choice.catalogue import list_checkpoints
 from elastic_ext.checkpoints.choice.listing import newest_complete, newest_in
+from elastic_ext.checkpoints.directory.catalogue import list_checkpoints
 from elastic_ext.checkpoints.formats.candidates import files_by_rank
-from elastic_ext.checkpoints.formats.detect import Mode
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.verifying import Mode
 from tests.checkpoints.choice import scenes
 from tests.checkpoints.choice.scenes import (
     OPTIMIZER,

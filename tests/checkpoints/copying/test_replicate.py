@@ -28,9 +28,9 @@ from elastic_ext.checkpoints.directory.tiers import Offer, Pin, missing_ranks, n
 from elastic_ext.checkpoints.directory.upkeep import TokenBucket, plan_local_prune
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import directory_name
-from elastic_ext.checkpoints.formats.detect import Mode, verify
 from elastic_ext.checkpoints.ranks import merge_ranges
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.verifying import Mode, verify
 from tests.checkpoints.choice.scenes import flip
 from tests.jobs import environment
 from tests.until import LIMIT_S, until

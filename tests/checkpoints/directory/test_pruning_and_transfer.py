@@ -17,15 +17,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.checkpoints.choice.catalogue import list_checkpoints
 from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.directory import upkeep
+from elastic_ext.checkpoints.directory.catalogue import list_checkpoints
 from elastic_ext.checkpoints.directory.own_files import MANIFEST
 from elastic_ext.checkpoints.directory.upkeep import CopyError, PruneCandidate, copy, plan_prune
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import OWN, TORCH_SAVE, UNKNOWN, directory_name
-from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from elastic_ext.checkpoints.verifying import verify
 from elastic_ext.cli import main
 from tests.checkpoints.choice import scenes
 from tests.checkpoints.choice.scenes import OPTIMIZER, TRAINING, WEIGHTS, entry_of, flip, half, ranks, saved, tensors, text

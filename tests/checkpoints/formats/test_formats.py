@@ -28,9 +28,9 @@ from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, StoredFile, decode, encode
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, LIGHTNING, OWN, TORCH_SAVE, Inspection, directory_name
-from elastic_ext.checkpoints.formats.detect import verify
 from elastic_ext.checkpoints.formats.layouts import parse_metadata
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
+from elastic_ext.checkpoints.verifying import verify
 from tests.checkpoints.choice import scenes
 from tests.checkpoints.choice.scenes import chosen, inspected, resume_in, step_in
 

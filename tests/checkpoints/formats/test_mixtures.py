@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from elastic_ext.checkpoints.choice.catalogue import list_checkpoints
 from elastic_ext.checkpoints.choice.listing import newest_complete
-from elastic_ext.checkpoints.formats.detect import verify
+from elastic_ext.checkpoints.directory.catalogue import list_checkpoints
 from elastic_ext.checkpoints.formats.layouts import younger_than
 from elastic_ext.checkpoints.storage import Entry, open_storage
+from elastic_ext.checkpoints.verifying import verify
 from tests.checkpoints.choice.scenes import accelerate, deepspeed, entry_of, inspected, saved, tensors, trainer_of_fsdp
 from tests.checkpoints.formats.test_formats import save_trainer
 

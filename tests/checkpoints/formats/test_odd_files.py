@@ -11,12 +11,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from elastic_ext.checkpoints.choice import catalogue
 from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.copying.replicate import TARGET
-from elastic_ext.checkpoints.directory import upkeep
-from elastic_ext.checkpoints.formats.detect import Mode, verify
+from elastic_ext.checkpoints.directory import catalogue, upkeep
 from elastic_ext.checkpoints.storage import files_of, open_storage
+from elastic_ext.checkpoints.verifying import Mode, verify
 from elastic_ext.cli import main
 from tests.checkpoints.choice.scenes import entry_of, plant, resume_in
 from tests.checkpoints.copying.test_replicate import complete, copier_of, save

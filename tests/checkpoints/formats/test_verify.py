@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 import elastic_ext
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, checksum, checksum_of
 from elastic_ext.checkpoints.formats import detect, single_files
-from elastic_ext.checkpoints.formats.detect import Mode, Verification, verify
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, open_storage
+from elastic_ext.checkpoints.verifying import Mode, Verification, verify
 from tests.checkpoints.choice.scenes import entry_of, flip, inspected
 from tests.checkpoints.formats.test_formats import save_own, save_trainer
 

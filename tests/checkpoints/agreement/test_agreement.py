@@ -48,8 +48,9 @@ def save(directory: Path, step: int, age_s: float = 0.0) -> Path:
 
 
 def damage(path: Path) -> None:
-    """Flip a bit of its weights."""
-    flip(path, path.read_bytes().index(torch.arange(1000).numpy().tobytes()) + 800)
+    """Flip a bit before its weights: the directory at the end is intact, and torch cannot load it."""
+    data = path.read_bytes()
+    flip(path, data.rindex(b"PK\x03\x04", 0, data.index(torch.arange(1000).numpy().tobytes())))
 
 
 def test_the_newest_and_what_workers_are_told(tmp_path):
@@ -393,8 +394,7 @@ SCRIPT = """
 import os, torch
 path, step = os.environ["ELASTIC_EXT_RESUME_FROM"], os.environ.get("ELASTIC_EXT_RESUME_STEP")
 print("begin", step, flush=True)
-if torch.load(path)["weights"].sum() != 499500:
-    raise RuntimeError("PytorchStreamReader failed reading file data/0: checksum mismatch")
+torch.load(path)
 if step == "5":
     os.abort()
 later = os.path.join(os.path.dirname(path), "step_9.pt")

@@ -126,45 +126,54 @@ class Contender:
         return self.inspection.format == candidates.LIGHTNING and self.training is True
 
 
-def choose(
-    entries: Iterable[Entry],
-    inspect: Callable[[Entry], Inspection],
-    pattern: str = "",
-    tracked: Collection[str] = (),
-    glance: Callable[[Entry], Inspection] | None = None,
-    alike: Callable[[Entry, Entry], bool] = lambda one, other: False,
-) -> Choice:
+@dataclass(frozen=True)
+class Sight:
+    """What is known of the candidates of a directory, and how to look at them.
+
+    inspect: called for the newest first, and only as far as needed. pattern: the setting checkpoint_pattern. left_out: families
+    that it leaves out. tracked: names that a tool's own file names as its newest. glance: the same as `inspect`, without marks
+    and content, to compare with an older one. alike: returns whether two candidates have the same bytes: then one is a copy.
+    """
+
+    inspect: Callable[[Entry], Inspection]
+    pattern: str = ""
+    left_out: Sequence[NameFamily] = ()
+    tracked: Collection[str] = ()
+    glance: Callable[[Entry], Inspection] | None = None
+    alike: Callable[[Entry, Entry], bool] = lambda one, other: False
+
+    def seen(self, at: int, members: Sequence[Entry]) -> Inspection:
+        """Return the inspection of a member, as incomplete if it lacks what older ones have. members: newest first."""
+        entry, older = members[at], members[at + 1 : at + 1 + OLDER]
+        found = beside_older(entry, self.inspect(entry), map(self.glance or self.inspect, older), entry.name in self.tracked)
+        missing = _missing_beside(entry, older, self.left_out) if found.complete else ""
+        return replace(found, complete=False, reason=missing, compared=True) if missing else found
+
+
+def choose(entries: Iterable[Entry], sight: Sight) -> Choice:
     """Choose the newest complete candidate.
 
     `families` gives the order within a family. Numbers of different families do not compare (an epoch and a step), so the family
     whose newest complete member was written last wins. All entries of a directory have the clock of its filesystem. `are_kin` has
     the exceptions: families that belong together.
-
-    Args:
-        inspect: called for the newest first, only as far as needed, and at most once per candidate.
-        pattern: the setting checkpoint_pattern.
-        tracked: names that a tool's own file names as its newest.
-        glance: the same as `inspect`, without reading the content; to compare with an older one.
-        alike: returns whether two candidates have the same bytes, so that the second one of a person's hand is no newer.
     """
-    inspect = functools.cache(inspect)
+    sight = replace(sight, inspect=functools.cache(sight.inspect))
     listed = list(entries)
     passed_over = [PassedOver(entry.path, entry.unusable) for entry in listed if entry.unusable]
-    found = families([entry for entry in listed if not entry.unusable], pattern)
+    found = families([entry for entry in listed if not entry.unusable], sight.pattern)
     contenders: list[Contender] = []
     for family in found:
         if contenders and not _may_matter(family, contenders):
             continue
-        exact = candidates.is_exact(family.members[0].name, pattern)
-        members, question = _by_content(family, inspect) if not exact else (family.members, "")
+        exact = candidates.is_exact(family.members[0].name, sight.pattern)
+        members, question = _by_content(family, sight.inspect) if not exact else (family.members, "")
         if question:
             return Choice(None, tuple(passed_over), question)
-        for older, entry in enumerate(members, 1):
-            before = map(glance or inspect, members[older : older + OLDER])
-            inspection = beside_older(entry, inspect(entry), before, entry.name in tracked)
+        for at, entry in enumerate(members):
+            inspection = sight.seen(at, members)
             if inspection.complete:
-                if not _is_copy(entry, step_in(entry, inspection, ""), family, found, alike):
-                    contenders.append(Contender(family, entry, inspection, entry.name in tracked))
+                if not _is_copy(entry, step_in(entry, inspection, ""), family, found, sight.alike):
+                    contenders.append(Contender(family, entry, inspection, entry.name in sight.tracked))
                 break
             if inspection.format != UNKNOWN or inspection.distrusted or step_of(entry.name) is not None:
                 passed_over.append(PassedOver(entry.path, inspection.reason, inspection.distrusted))
@@ -174,7 +183,7 @@ def choose(
     best, question = resolve(contenders)
     if question:
         return Choice(None, tuple(passed_over), question)
-    return Choice(_resume(best, pattern, len(found)), tuple(passed_over))
+    return Choice(_resume(best, sight.pattern, len(found)), tuple(passed_over))
 
 
 def _by_content(family: NameFamily, inspect: Callable[[Entry], Inspection]) -> tuple[Sequence[Entry], str]:
@@ -250,6 +259,17 @@ def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspectio
     else:
         reason = candidates.lacking(kinds, [each.kinds for each in before]) if kinds else ""
     return replace(inspection, complete=False, reason=reason, compared=True) if reason else inspection
+
+
+def _missing_beside(entry: Entry, older: Sequence[Entry], left_out: Sequence[NameFamily]) -> str:
+    """Return what is missing beside an entry that all older ones have, for people: the pattern names one of a save's files."""
+    step, steps = step_of(entry.name), {step_of(each.name) for each in older}
+    if step is None or not steps:
+        return ""
+    for family in left_out:
+        if steps <= family.steps and max(family.steps) < step and not is_copy(family.pattern):
+            return f"no {family.pattern} of its step, which older ones have beside them: the save did not finish"
+    return ""
 
 
 def _may_matter(family: NameFamily, contenders: Sequence[Contender]) -> bool:

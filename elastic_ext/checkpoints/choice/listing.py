@@ -80,13 +80,14 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     if wanted.resume_from:
         return _asked_for(storage, found, lambda each: _by_record(each, inspector(each), book), wanted)
 
-    def by_names(entries: Sequence[Entry]) -> Choice:
-        return decisions.choose(entries, inspector, wanted.pattern, tracked(found, trackers), inspector.glance, alike)
-
     def alike(one: Entry, other: Entry) -> bool:
         return _have_same_bytes(storage, one, other)
 
-    choice = recorded.choose(found, book, inspector, by_names, alike, wanted.pattern) if book is not None else by_names(found)
+    known = {each.name for each in found} if wanted.pattern else {each.name for each in listed}
+    left_out = decisions.families(each for each in candidates_among(listed) if each.name not in known)
+    newest = tracked(found, trackers)
+    sight = decisions.Sight(inspector, wanted.pattern, left_out, newest, inspector.glance, alike)
+    choice = recorded.choose(found, book, sight) if book is not None else decisions.choose(found, sight)
     if any(entry.name == layouts.METADATA or entry.name.endswith(layouts.SHARD_SUFFIX) for entry in listed):
         reason = f"is itself a {candidates.DCP} directory: checkpoint_dir must name the directory above it"
         hint = decisions.PassedOver(storage.address, reason)
@@ -248,7 +249,7 @@ def _asked_for(storage: Storage, found: Sequence[Entry], inspect: Callable[[Entr
         present = decisions.families(found, wanted.pattern)
         shown = ", ".join(entry.name for family in present for entry in family.members[:5]) or "nothing"
         raise UsageError(f"resume_from={text}: no such checkpoint in {storage.address}, which holds {shown[:200]}")
-    choice = decisions.choose(named, inspect, wanted.pattern)
+    choice = decisions.choose(named, decisions.Sight(inspect, wanted.pattern))
     if choice.resume is None:
         reasons = choice.question or "; ".join(f"{passed.path}: {passed.reason}" for passed in choice.passed_over)
         raise UsageError(f"resume_from={text} cannot be used: {reasons}; name another one, or leave resume_from out")

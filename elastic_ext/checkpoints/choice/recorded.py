@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from elastic_ext.checkpoints.choice import decisions
-from elastic_ext.checkpoints.choice.decisions import Choice, Contender, PassedOver, Resume
+from elastic_ext.checkpoints.choice.decisions import Choice, Contender, PassedOver, Resume, Sight
 from elastic_ext.checkpoints.formats import candidates
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, numbers_of
 from elastic_ext.checkpoints.record.fold import pattern_of
@@ -51,39 +51,31 @@ class _Usable:
         return self.known.attempt, self.verdict.count
 
 
-def choose(
-    entries: Sequence[Entry],
-    book: RecordBook,
-    inspect: Callable[[Entry], Inspection],
-    by_names: Callable[[Sequence[Entry]], Choice],
-    alike: Callable[[Entry, Entry], bool],
-    pattern: str = "",
-) -> Choice:
+def choose(entries: Sequence[Entry], book: RecordBook, sight: Sight) -> Choice:
     """Choose among the candidates of a directory.
 
-    inspect: called for the newest of each kind first, only as far as needed. by_names: chooses among those that the record does
-    not refuse, where it does not decide: it has none that can be resumed. alike: returns whether two have the same bytes.
-    pattern: the setting checkpoint_pattern.
+    The newest of each kind is looked at first, only as far as needed. Where the record does not decide, because it has none that
+    can be resumed from, `decisions.choose` does, among those that the record does not refuse.
     """
     kinds = _kinds(entries, book)
     passed_over: list[PassedOver] = []
     recorded = {kind: members for kind, members in kinds.items() if any(map(book.known, members))}
-    found = [_newest(members, book, inspect, alike, passed_over) for members in recorded.values()]
+    found = [_newest(members, book, sight, passed_over) for members in recorded.values()]
     usable = sorted((each for each in found if each is not None), key=lambda each: each.known, reverse=True)
     left = [each for each in usable if each.inspection.training is not False or pattern_of(each.entry.name) in book.loads]
     for holds in (_has_optimizer, _has_trained, _is_certain):
         left = list(filter(holds, left)) or left
-    left = [each for each in left if not _is_copy(each, recorded, book, alike)] or left
+    left = [each for each in left if not _is_copy(each, recorded, book, sight.alike)] or left
     if not left:
         refused = {each.path for each in passed_over}
-        choice = by_names([each for each in entries if each.path not in refused])
+        choice = decisions.choose([each for each in entries if each.path not in refused], sight)
         return replace(choice, passed_over=(*passed_over, *choice.passed_over))
     best, question = _of_one_moment([each for each in left if each.moment == left[0].moment])
     if question:
         return Choice(None, tuple(passed_over), question)
     others = [members for kind, members in kinds.items() if kind not in recorded]
-    passed_over += _foreign(others, best.inspection, inspect)
-    step = decisions.step_in(best.entry, best.inspection, pattern)
+    passed_over += _foreign(others, best.inspection, sight.inspect)
+    step = decisions.step_in(best.entry, best.inspection, sight.pattern)
     return Choice(Resume(best.entry.path, step, _reason(best)), tuple(passed_over))
 
 
@@ -160,19 +152,18 @@ def _is_copy(
 def _newest(
     members: Sequence[Entry],
     book: RecordBook,
-    inspect: Callable[[Entry], Inspection],
-    alike: Callable[[Entry, Entry], bool],
+    sight: Sight,
     passed_over: list[PassedOver],
 ) -> _Usable | None:
     """Return the newest usable save of one kind. Add those that are passed over."""
     recorded = sorted(((known, each) for each in members if (known := book.known(each)) is not None), reverse=True)
     last, newest = recorded[0][0], numbers_of(recorded[0][1].name)
     later = [(last, each) for each in members if book.known(each) is None and numbers_of(each.name) > newest]
-    later = [each for each in later if not any(alike(each[1], entry) for _, entry in recorded[:MOST_COMPARED])]
+    later = [each for each in later if not any(sight.alike(each[1], entry) for _, entry in recorded[:MOST_COMPARED])]
     later.sort(key=lambda each: numbers_of(each[1].name), reverse=True)
     in_order = [*later, *recorded]
     for at, (known, entry) in enumerate(in_order):
-        inspection, verdict = _judged(entry, inspect(entry), book)
+        inspection, verdict = _judged(entry, sight.inspect(entry), book)
         reason = "" if inspection.complete else inspection.reason
         if not reason and verdict.trust is Trust.TORN:
             reason = verdict.why

@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints import storage
-from elastic_ext.checkpoints.choice.decisions import Choice, choose
+from elastic_ext.checkpoints.choice.decisions import Choice, Sight, choose
 from elastic_ext.checkpoints.choice.listing import candidates_among, newest_complete
 from elastic_ext.checkpoints.formats import detect, single_files
 from elastic_ext.checkpoints.formats.candidates import DCP, TORCH_SAVE, TORCH_SAVE_SUFFIXES, Inspection
@@ -41,7 +41,7 @@ def decide(entries: list[Entry], broken: Set[str] = frozenset(), looked: list[st
             looked.append(item.name)
         return Inspection(item.name not in broken, TORCH_SAVE, "said so", item.mtime)
 
-    return choose(candidates_among(entries), inspect)
+    return choose(candidates_among(entries), Sight(inspect))
 
 
 def decided(entries: list[Entry], broken: Set[str] = frozenset()) -> str | None:
@@ -357,7 +357,7 @@ def test_a_checkpoint_that_vanishes_while_being_read(tmp_path: Path) -> None:
     listed = list(directory.entries())
     shutil.rmtree(tmp_path / "step_2")
     (tmp_path / "step_1.pt").unlink()
-    choice = choose(candidates_among(listed), partial(detect.check, directory))
+    choice = choose(candidates_among(listed), Sight(partial(detect.check, directory)))
     assert choice.resume is None
     assert {passed.reason for passed in choice.passed_over} == {"it disappeared after it was listed"}
 
@@ -370,11 +370,11 @@ def test_content_goes_before_numbers_without_a_word() -> None:
     """Two slots in turn. But where all say the same step, they are no checkpoints of one run."""
     entries = [entry("ckpt_0.pt", 300), entry("ckpt_1.pt", 200)]
     found = {"ckpt_0.pt": numbered(300), "ckpt_1.pt": numbered(200)}
-    assert choose(entries, lambda each: found[each.name]).resume.path == "/c/ckpt_0.pt"
-    alike = choose(entries, lambda each: numbered(7))
+    assert choose(entries, Sight(lambda each: found[each.name])).resume.path == "/c/ckpt_0.pt"
+    alike = choose(entries, Sight(lambda each: numbered(7)))
     assert alike.resume is None
     assert "all of step 7" in alike.question
-    assert choose(entries, lambda each: numbered(None)).resume.path == "/c/ckpt_1.pt"
+    assert choose(entries, Sight(lambda each: numbered(None))).resume.path == "/c/ckpt_1.pt"
 
 
 def test_a_copy_is_no_newer(tmp_path: Path) -> None:

@@ -517,3 +517,18 @@ def test_saves_cut_short_twice_at_one_place(tmp_path: Path, name: str) -> None:
     if name.endswith(".pt"):
         saved(tmp_path / "step_100" / name, OPTIMIZER, 100)
     assert chosen(tmp_path) == ("step_100", 100)
+
+
+def test_a_pattern_that_names_one_file_of_a_save(tmp_path: Path) -> None:
+    """The others of the same step belong to it. The best, and what is saved more rarely, do not."""
+    pattern = "model{step}.pt"
+    for step in (100, 200, 300):
+        for name in ("model", "ema", "opt") if step < 300 else ("model", "ema"):
+            saved(tmp_path / f"{name}{step}.pt", WEIGHTS, step)
+    assert chosen(tmp_path, pattern=pattern) == ("model200.pt", 200)
+    assert "no opt#.pt of its step" in reasons(tmp_path, pattern=pattern)["model300.pt"]
+    for name in ("opt100.pt", "opt200.pt"):
+        (tmp_path / name).unlink()
+    for name in ("rare100.pt", "best100.pt", "best200.pt"):
+        saved(tmp_path / name, WEIGHTS)
+    assert chosen(tmp_path, pattern=pattern) == ("model300.pt", 300)

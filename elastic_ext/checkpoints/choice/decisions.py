@@ -17,16 +17,15 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 
-from elastic_ext.checkpoints.formats import candidates
+from elastic_ext.checkpoints.formats import candidates, layouts
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, family_of, numbers_of, step_of, words_of
 from elastic_ext.checkpoints.storage import Entry
 
-MOST_BY_CONTENT = 8  # members of a family that are all looked at, to order them by the steps that they say themselves
+LOOKED = 3  # members of a family, the newest by their names and by their times, that are looked at where these may differ
 MOMENT_S = 60.0  # between the files of one save; most jobs save more rarely
 OWN_FILES = "each rank has saved a file of its own, and the names do not say which: have them say it, as in step_200_rank1.pt"
 OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
@@ -166,7 +165,7 @@ def choose(entries: Iterable[Entry], sight: Sight) -> Choice:
         if contenders and not _may_matter(family, contenders):
             continue
         exact = candidates.is_exact(family.members[0].name, sight.pattern)
-        members, question = _by_content(family, sight.inspect) if not exact else (family.members, "")
+        members, question = _in_order(family, sight) if not exact else (family.members, "")
         if question:
             return Choice(None, tuple(passed_over), question)
         for at, entry in enumerate(members):
@@ -186,33 +185,91 @@ def choose(entries: Iterable[Entry], sight: Sight) -> Choice:
     return Choice(_resume(best, sight.pattern, len(found)), tuple(passed_over))
 
 
-def _by_content(family: NameFamily, inspect: Callable[[Entry], Inspection]) -> tuple[Sequence[Entry], str]:
-    """Return the members, newest first, and a question. Steps that they say themselves go before numbers without a word."""
-    members = family.members
+def _in_order(family: NameFamily, sight: Sight) -> tuple[Sequence[Entry], str]:
+    """Return the members, newest first, and a question.
+
+    What they say themselves goes before their names. Where the newest by its name was also written last, and says nothing else,
+    no other one is looked at.
+    """
+    members, look = family.members, functools.cache(sight.glance or sight.inspect)
     pieces = _pieces(members)
-    if pieces:
+    if pieces and not _are_apart([look(each) for each in pieces]):
         return members, f"{', '.join(sorted(each.name for each in pieces)[:4])} are of one save: {OWN_FILES}"
-    if family.unit or not 1 < len(members) <= MOST_BY_CONTENT:
+    by_time = sorted(members, key=lambda each: or_oldest(each.mtime), reverse=True)
+    agrees = look(members[0]).step in (None, step_of(members[0].name))
+    if len(members) == 1 or (agrees and or_oldest(members[0].mtime) >= or_oldest(by_time[0].mtime)):
         return members, ""
-    found = {entry: inspection for entry in members if (inspection := inspect(entry)).complete}
-    steps = {inspection.step for inspection in found.values()}
-    if len(found) < len(members) or None in steps:
+    looked = [each for each in members if each in {*members[:LOOKED], *by_time[:LOOKED]}]
+    seen = {each: found for each in looked if (found := look(each)).complete}
+    whole = {each: found for each, found in seen.items() if not _is_renamed(each, found, members, sight)}
+    if not whole:
         return members, ""
-    if len(steps) == 1:
-        names = ", ".join(sorted(entry.name for entry in members))
-        return members, f"{names} are all of step {steps.pop()}, so their numbers count no steps: set resume_from to one of them"
-    return sorted(members, key=lambda each: (found[each].step or 0, or_oldest(found[each].written_at)), reverse=True), ""
+    ordered = _by_what_they_say(whole)
+    same = [each for each in ordered if (step := whole[each].step) is not None and step == whole[ordered[0]].step]
+    if len(same) > 1:
+        names = ", ".join(sorted(each.name for each in same))
+        said = f"{names} are all of step {whole[same[0]].step}, so their numbers count no steps"
+        return members, f"{said}: set resume_from to one of them"
+    question = _contradicted(ordered[0], whole, len(members))
+    if question and (named := [each for each in ordered if each.name in sight.tracked]):
+        ordered, question = [*named, *(each for each in ordered if each not in named)], ""
+    torn = [each for each in looked if each not in seen and members.index(each) < members.index(ordered[0])]
+    left = [each for each in members if each not in (*torn, *ordered)]
+    return [*torn, *ordered, *left], question
+
+
+def _is_renamed(entry: Entry, found: Inspection, members: Sequence[Entry], sight: Sight) -> bool:
+    """Return whether it is a copy of another member, whose name gives the step that both say."""
+    if found.step in (None, step_of(entry.name)):
+        return False
+    return any(step_of(each.name) == found.step and sight.alike(entry, each) for each in members if each is not entry)
+
+
+def _by_what_they_say(whole: Mapping[Entry, Inspection]) -> list[Entry]:
+    """Return them by the steps, or else the epochs, that all of them say; else as they are, by their names."""
+    said = [each.step for each in whole.values()]
+    if None in said:
+        said = [each.epoch for each in whole.values()]
+        if None in said or len({*said}) < len(said):
+            return list(whole)
+    by = dict(zip(whole, said, strict=True))
+    return sorted(whole, key=lambda each: (by[each] or 0, or_oldest(whole[each].written_at)), reverse=True)
+
+
+def _progress(found: Inspection) -> int | None:
+    return found.step if found.step is not None else found.epoch
+
+
+def _are_apart(found: Sequence[Inspection]) -> bool:
+    """Return whether all say a step or an epoch, each another one."""
+    said = [_progress(each) for each in found]
+    return None not in said and len({*said}) == len(said)
+
+
+def _contradicted(top: Entry, whole: Mapping[Entry, Inspection], count: int) -> str:
+    """Return a question if another one was written long after the one of the greatest step or number, else "".
+
+    To copy all takes a while, in any order: see `layouts.SLOWEST`. count: of members.
+    """
+    last = max(whole, key=lambda each: or_oldest(whole[each].written_at))
+    after = or_oldest(whole[last].written_at) - or_oldest(whole[top].written_at)
+    if not after > layouts.GRACE_S + count * (whole[top].size or 0) / layouts.SLOWEST:
+        return ""
+    return (
+        f"{top.name} is further than {last.name}, which was written {after / 3600:.1f} h later, as by another run: "
+        "set resume_from to one of them"
+    )
 
 
 def _pieces(members: Sequence[Entry]) -> Sequence[Entry]:
     """Return the members that one save seems to have written, as each rank its own file; none if no number is seen to say so.
 
-    It is a number that no word explains. It counts from 0, takes no other value beside other numbers, and its files were written
-    in one moment: in less than a tenth of the time to the next save.
+    It is a number that no word explains. It takes no other value beside other numbers, and its files were written in one moment:
+    in less than a quarter of the time to the next save. Where no other save is there, it counts from 0 or 1.
     """
     numbers = {each: candidates.counted(each.name) for each in members}
     first = numbers[members[0]]
-    for place in (at for at, (_, unit) in enumerate(first) if not unit and len(first) > 1):
+    for place in (at for at, (_, unit) in enumerate(first) if not unit):
         groups: defaultdict[tuple[int, ...], dict[int, Entry]] = defaultdict(dict)
         for each, found in numbers.items():
             values = [value for value, _ in found]
@@ -220,18 +277,20 @@ def _pieces(members: Sequence[Entry]) -> Sequence[Entry]:
         seen = set[int]().union(*groups.values())
         largest = max(groups.values(), key=len)
         times = [[each.mtime for each in group.values()] for group in groups.values()]
-        if len(seen) == len(largest) > 1 and seen == {*range(len(seen))} and _are_moments(times):
+        alone = len(groups) == 1 and seen not in ({*range(len(seen))}, {*range(1, len(seen) + (len(first) > 1))})
+        if len(seen) == len(largest) > 1 and not alone and _is_moment(times):
             return tuple(largest.values())
     return ()
 
 
-def _are_moments(saves: Iterable[Sequence[float | None]]) -> bool:
-    """Return whether the files of each save were written in one moment, as far as their times are known."""
+def _is_moment(saves: Iterable[Sequence[float | None]]) -> bool:
+    """Return whether the files of the last save that has several were written in one moment, as far as their times are known."""
     known = sorted(sorted(time for time in times if time is not None) for times in saves)
     if not all(known):
         return True
-    apart = min((later[0] - times[0] for times, later in pairwise(known)), default=MOMENT_S)
-    return all(10 * (times[-1] - times[0]) <= apart for times in known)
+    last = max(times for times in known if len(times) > 1)
+    apart = min((abs(times[0] - last[0]) for times in known if times is not last), default=MOMENT_S / 2)
+    return last[-1] - last[0] <= min(MOMENT_S, apart / 4)
 
 
 def _is_copy(
@@ -326,7 +385,7 @@ def or_oldest(seconds: float | None) -> float:
 
 
 # Words for the best or an older state, and for the newest.
-_COPIES = frozenset({"best", "backup", "bak", "copy", "old"})
+_COPIES = frozenset({"best", "backup", "bak", "copy", "old", "prev", "previous"})
 _NEWEST = frozenset({"last", "latest", "final", "current", "newest"})
 _FIRST = frozenset({"model", "checkpoint", "ckpt"})  # in an example for people
 _VERSION = re.compile(r"[-_]v[0-9]+(?![0-9])")
@@ -374,8 +433,12 @@ def are_kin(one: NameFamily, other: NameFamily) -> bool:
 
 
 def _is_of_moment(one: Contender, other: Contender) -> bool:
-    """Return whether two that give no steps were written by the same save, as far as their times say."""
-    return not (one.family.steps or other.family.steps) and abs(one.written_at - other.written_at) <= MOMENT_S
+    """Return whether two that give no steps in their names may be of one save: each holds a part only, or their times agree."""
+    if one.family.steps or other.family.steps:
+        return False
+    if one.training is False and other.training is False:
+        return True
+    return not _are_apart((one.inspection, other.inspection)) and abs(one.written_at - other.written_at) <= MOMENT_S
 
 
 def _line(pattern: str) -> tuple[frozenset[str], tuple[str, ...]]:

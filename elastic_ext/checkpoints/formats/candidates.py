@@ -61,7 +61,11 @@ _OF = re.compile(r"(?<=[0-9])[-_]?of[-_]?", re.IGNORECASE)
 _LAST_WORD = re.compile(r"(?<![A-Za-z])([A-Za-z]{3,})[-_=]?$")  # `ep` may be epochs or experts
 _WORLD = re.compile(r"world_?size[-_=]?([0-9]{1,6})", re.IGNORECASE)
 
+# A hash: its digits count nothing.
+_HASH = re.compile(r"(?<![A-Za-z0-9])(?=[0-9a-f]*[a-f])(?=[a-f]*[0-9])[0-9a-f]{6,}(?![A-Za-z0-9])")
+
 TORCH_SAVE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pth.tar", ".pt.tar")
+CHECKED_SUFFIXES = (*TORCH_SAVE_SUFFIXES, ".pkl", ".npz", ".safetensors")  # of files whose kind can be checked
 TEMPORARY_SUFFIXES = (".tmp", ".part")
 # But temp_0.7 is a temperature.
 _TEMPORARY = re.compile(
@@ -225,9 +229,14 @@ def is_part(name: str) -> bool:
     return _PARTS.fullmatch(name) is not None
 
 
+def is_temporary(name: str) -> bool:
+    """Return whether a name says that it is not there to stay."""
+    return name.endswith(TEMPORARY_SUFFIXES) or _TEMPORARY.search(name) is not None
+
+
 def is_hidden(name: str) -> bool:
     """Return whether a name is hidden or temporary."""
-    return name.startswith(".") or name.endswith(TEMPORARY_SUFFIXES) or _TEMPORARY.search(name) is not None
+    return name.startswith(".") or is_temporary(name)
 
 
 def _pattern_numbers(name: str, pattern: str) -> tuple[int, ...]:
@@ -246,7 +255,7 @@ def _counting(name: str) -> tuple[_Number, ...]:
 
 def _numbers(name: str) -> list[_Number]:
     """Return the whole numbers in a name. Those of a date count as OTHER."""
-    dates = [match.span() for match in _DATE.finditer(name)]
+    dates = [match.span() for pattern in (_DATE, _HASH) for match in pattern.finditer(name)]
     ranks = [match.span() for match in _RANK.finditer(name)]
     found = []
     for match in _INTEGER.finditer(name):
@@ -273,7 +282,7 @@ MAX_RANKS = 1 << 20  # a grid with more is a mistake in a name
 def grouped(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries, with one in place of all files that the ranks wrote for the same checkpoint.
 
-    A single file that names a rank stays as it is, unless another checkpoint of its family has several: rank 0 wrote for all.
+    A single file of rank 0 stays as it is, unless another checkpoint of its family has several: it wrote for all.
     """
     listed = list(entries)
     groups: defaultdict[str, list[tuple[Entry, RankName]]] = defaultdict(list)
@@ -281,7 +290,7 @@ def grouped(entries: Iterable[Entry]) -> list[Entry]:
         found = None if entry.is_dir or entry.unusable else rank_name(entry.name)
         if found is not None:
             groups[found.pattern].append((entry, found))
-    several = {family_of(pattern) for pattern, members in groups.items() if len(members) > 1}
+    several = {family_of(each) for each, members in groups.items() if len(members) > 1 or any(members[0][1].ranks)}
     joined = {pattern: members for pattern, members in groups.items() if family_of(pattern) in several}
     alone = {entry.name for members in joined.values() for entry, _ in members}
     left = [entry for entry in listed if entry.name not in alone]
@@ -350,17 +359,26 @@ def kinds_of(names: Iterable[str]) -> Counter[str]:
 def lacking(kinds: Counter[str], older: Sequence[Counter[str]]) -> str:
     """Return what a checkpoint lacks that older whole ones have, for people; "" for nothing, or if it has others instead.
 
-    older: the newest first. Of each name it must have as many files as that one, and one if any of them has one.
+    older: the newest first. It must have one of each name of tensors and states that any of them has, as many as that one, and
+    one of each other name that all have.
     """
     before = older[0] if older else Counter[str]()
-    fewer = sorted(kind for kind, count in before.items() if 0 < kinds[kind] < count)
+    checked = [kind for kind in sorted(set[str]().union(*older)) if _holds_state(kind)]
+    fewer = [kind for kind in checked if 0 < kinds[kind] < before[kind]]
     if fewer:
         counts = f"{fewer[0]}: {kinds[fewer[0]]}, not {before[fewer[0]]}"
         unsaid = "the save did not finish, or the job has shrunk, and nothing in it says which"
         return f"it has fewer files than the one before it ({counts}): {unsaid}"
-    known = set[str]().union(*older)
-    gone = sorted(known - kinds.keys()) if kinds.keys() <= known else []
+    if any(_holds_state(kind) and not any(each[kind] for each in older) for kind in kinds):
+        return ""
+    needed = {*checked, *set(before).intersection(*older)}
+    gone = sorted(needed - kinds.keys())
     return f"no {gone[0]}, which one before it has: the save did not finish" if gone else ""
+
+
+def _holds_state(kind: str) -> bool:
+    """Return whether a file of this name holds tensors or other states, or says where they are."""
+    return kind.endswith((*CHECKED_SUFFIXES, ".metadata"))
 
 
 def entry_of(storage: Storage, name: str) -> Entry | None:

@@ -145,6 +145,12 @@ def _check_files(storage: Storage, entry: Entry) -> Inspection:
     bad = next((index for index, each in enumerate(found) if not each.complete), None)
     if bad is not None:
         return replace(found[bad], reason=f"{entry.parts[bad].name}: {found[bad].reason}")
+    steps = sorted({each.step for each in found if each.step is not None})
+    mixed = layouts.of_two_saves(steps) if len(steps) > 1 else ""
+    if not mixed and candidates.step_of(entry.name) is None:
+        mixed = layouts.two_moments(entry.parts)
+    if mixed:
+        return replace(found[0], complete=False, reason=mixed, distrusted=True, compared=True)
     reason = f"the files of all {len(found)} ranks are there, {found[0].reason}"
     kinds = candidates.kinds_of(part.name for part in entry.parts)
     return replace(found[0], reason=reason, written_at=entry.mtime, size=entry.size, kinds=kinds)

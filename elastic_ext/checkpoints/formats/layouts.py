@@ -123,7 +123,7 @@ FILES = "directory of files"  # of torch.save, of safetensors, of torch.distribu
 MAX_JSON = 1 << 18  # bytes of a JSON file that is read to see whether it is whole
 MAX_FILES = 20_000  # no checkpoint of training has more; a directory of data may
 INDEX_SUFFIX = ".index.json"
-_CHECKED = (*candidates.TORCH_SAVE_SUFFIXES, ".pkl", SAFETENSORS_SUFFIX)
+_CHECKED = candidates.CHECKED_SUFFIXES
 _FOREIGN = Inspection(True, UNKNOWN, "not of torch.save", training=False)  # other programs use its suffixes too
 STATE = "trainer_state.json"  # of Hugging Face's Trainer, which writes it last
 UNFINISHED = "checkpoint-is-incomplete.txt"
@@ -201,10 +201,10 @@ def _check_parts(storage: Storage, tree: Tree, documents: Documents) -> Inspecti
     with thread_pool() as pool:
         files = list(pool.map(lambda path: _check_file(storage, tree, path), paths))
     numbered = [each for path, each in zip(paths, files, strict=True) if not _NO_STEP.search(path)]
-    times = [each.mtime for path, each in tree.files.items() if path.endswith((*_CHECKED, METADATA, SHARD_SUFFIX))]
-    written_at = max((time for time in times if time is not None), default=None)
+    written_at = _end_of_save(each for path, each in tree.files.items() if path.endswith((*_CHECKED, METADATA, SHARD_SUFFIX)))
+    steps = sorted({each.step for each in numbered if each.step is not None})
     trained = {each.training for each in (*shards, *files)} | {True for path in tree.files if _OPTIMIZER.search(path)}
-    return Inspection(
+    found = Inspection(
         complete=True,
         format=FILES if shards or any(each is not _FOREIGN for each in files) else UNKNOWN,
         reason=f"all {len(tree.files)} files are whole",
@@ -215,13 +215,36 @@ def _check_parts(storage: Storage, tree: Tree, documents: Documents) -> Inspecti
         training=True in trained or (None if None in trained else False),
         kinds=_kinds(tree, written_at) if tree.files.keys().isdisjoint(_LAST) else Counter(),
     )
+    if len(steps) > 1:
+        return replace(found, complete=False, reason=of_two_saves(steps), distrusted=True, compared=True)
+    unended = next((path for path, each in zip(paths, files, strict=True) if each.compared), "")
+    reason = f"{unended}: {single_files.OLD_FORM}"
+    return replace(found, complete=False, reason=reason, compared=True) if unended else found
+
+
+def of_two_saves(steps: Sequence[int]) -> str:
+    return f"its files say different steps, {' and '.join(map(str, steps[:3]))}: a save over an older one did not finish"
+
+
+def _end_of_save(files: Iterable[Entry]) -> float | None:
+    """Return when the last file of the save was written, by the clock of the filesystem; None if unknown.
+
+    What follows after a pause that is longer than writing it took was added later: results, a model in another form.
+    """
+    end: float | None = None
+    for mtime, size in sorted((each.mtime, each.size) for each in files if each.mtime is not None):
+        if end is not None and mtime - end > GRACE_S + size / SLOWEST:
+            return end
+        end = mtime
+    return end
 
 
 def _kinds(tree: Tree, written_at: float | None) -> Counter[str]:
-    """Return the kinds of files that the save wrote: not shards, which `.metadata` names, nor results that were added later."""
+    """Return the kinds of files that the save wrote: no shards, which `.metadata` names, nor what was added or left over."""
     latest = math.inf if written_at is None else written_at + GRACE_S
     files = ((path, each.mtime or 0.0) for path, each in tree.files.items() if not path.endswith(SHARD_SUFFIX))
-    return candidates.kinds_of(path for path, mtime in files if mtime <= latest)
+    of_save = (path for path, mtime in files if mtime <= latest)
+    return candidates.kinds_of(path for path in of_save if not candidates.is_temporary(path.rpartition("/")[2]))
 
 
 def _read_json(storage: Storage, tree: Tree) -> Documents:
@@ -268,8 +291,10 @@ def _check_file(storage: Storage, tree: Tree, path: str) -> Inspection:
         raise TornCheckpoint(f"{path} is empty")
     with storage.open(f"{tree.name}/{path}") as file:
         found = single_files.check(item, file)
-    if found.format == UNKNOWN:
+    if found.format == UNKNOWN and not found.compared:
         return _FOREIGN
+    if found.compared:
+        return found
     if not found.complete:
         raise TornCheckpoint(f"{path}: {found.reason}")
     return found
@@ -422,8 +447,10 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
             raise TornCheckpoint(f"no {layout.needs[0]}, the save did not finish")
         documents = _read_json(storage, tree)
         found = _check_parts(storage, tree, documents)
-        if layout is STEP_DIRECTORY and found.format == UNKNOWN:
+        if layout is STEP_DIRECTORY and found.format == UNKNOWN and found.complete:
             return unknown
+        if not found.complete:
+            return replace(found, format=layout.format)
         missing = layout.missing(tree, documents)
         if missing:
             raise TornCheckpoint(missing)
@@ -454,6 +481,17 @@ def _value(state: object, key: str) -> int | None:
     return state if is_count(state) else None
 
 
+def two_moments(parts: Iterable[Entry]) -> str:
+    """Return which part was written long after others, for people; "" if none was. Pure."""
+    found = list(parts)
+    end = _end_of_save(found)
+    later = [each for each in found if end is not None and each.mtime is not None and each.mtime > end]
+    if not later:
+        return ""
+    said = f"{later[0].name} was written long after the others"
+    return f"{said}: a save over an older one did not finish; if it is a whole copy, touch its files"
+
+
 TICK_S = 2.0  # clocks of two nodes, and of filesystems that count whole seconds, may differ by so much
 GRACE_S, SLOWEST = 30.0, 10e6  # to copy a file takes seconds: GRACE_S, and one for each SLOWEST bytes, at most
 
@@ -471,6 +509,8 @@ def _mixed(tree: Tree, layout: Layout) -> str:
             return f"{folder}: " * bool(folder) + said
     kinds = [[each for path, each in tree.files.items() if re.search(kind, path)] for kind in _BULK]
     weights = next(filter(None, kinds[1:]), [])
+    if layout is STEP_DIRECTORY and candidates.step_of(tree.name) is None:  # each save writes over the one before it
+        return two_moments(tree.files[path] for path in tree.checked())
     ends = layout.last in tree.files and layout.last != METADATA
     return younger_than(tree.files[layout.last], [*kinds[0], *weights]) if ends else ""
 

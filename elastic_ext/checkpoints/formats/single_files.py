@@ -141,6 +141,7 @@ MAX_PICKLE = 4 << 20  # bytes; a larger data.pkl is not searched for the step
 MAX_DIRECTORY = 256 << 20  # bytes of a zip directory; each record takes about 100
 _BLOCK = 512 << 10  # bytes per read of a record
 _BLANK = 4096  # zero bytes at its begin: the file was never written
+_PICKLE = b"\x80"  # the first byte of every pickle since protocol 2
 START = 32  # bytes at its begin, which say what a file is
 _OLD_MAGIC = (0x1950A86A20F9469CFC6C).to_bytes(
     10, "little"
@@ -191,6 +192,11 @@ def _check_other(entry: Entry, file: IO[bytes]) -> Inspection:
         return Inspection(False, TORCH_SAVE, f"its zip directory, at the end of {entry.size} bytes, is missing or damaged")
     if _OLD_MAGIC in start:
         return Inspection(False, UNKNOWN, OLD_FORM, entry.mtime, size=entry.size, compared=True)
+    if start.startswith(_PICKLE):
+        file.seek(entry.size - 1)
+        if file.read(1) != pickle.STOP:
+            return Inspection(False, TORCH_SAVE, "a pickle without its end: it is cut short")
+        file.seek(START)
     never_written = not any(start + file.read(_BLANK)) or ZIP_MAGIC.startswith(start)
     return Inspection(False, TORCH_SAVE if never_written else UNKNOWN, "not a zip archive: damaged, or not written by torch.save")
 
@@ -210,11 +216,21 @@ def holds_optimizer(values: Mapping[object, object]) -> bool:
     """Return whether a saved dict holds an optimizer's state, beside what it trains."""
     if values.keys() >= _OPTIMIZER_KEYS:  # of an optimizer alone
         return False
-    optimizers = {key for key in values if "optim" in str(key).lower() or str(key).lower() in ("opt", "opt_state")}
-    rest = [value for key, value in values.items() if key not in optimizers]
-    if optimizers:
+    if any(map(_is_optimizer, values, values.values())):
+        rest = [value for key, value in values.items() if not _is_optimizer(key, value)]
         return any(isinstance(value, (Mapping, StandIn, list)) for value in rest)
-    return any(isinstance(value, Mapping) and any("optim" in str(key).lower() for key in value) for value in rest)
+    inner = (value for value in values.values() if isinstance(value, Mapping))
+    return any(_is_optimizer(key, value) for each in inner for key, value in each.items())
+
+
+def _is_optimizer(key: object, value: object) -> bool:
+    """Return whether this is a state of optimizers: not a name, nor what a configuration says of one."""
+    name = str(key).lower()
+    if "optim" not in name and name not in ("opt", "opt_state"):
+        return False
+    if isinstance(value, Mapping) and value:
+        return any(isinstance(each, (Mapping, StandIn, list)) for each in value.values())
+    return isinstance(value, (Mapping, StandIn, list))
 
 
 def read_torch_save(file: IO[bytes]) -> candidates.Content:

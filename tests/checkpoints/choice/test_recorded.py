@@ -313,7 +313,7 @@ def test_a_quarantine_holds_where_a_tool_names_another(tmp_path: Path) -> None:
 def test_a_mixture_cannot_be_asked_for(tmp_path: Path) -> None:
     trained(tmp_path, 100).saves(200, folder(tmp_path / "last", *FILES, at=200)).steps(201).record()
     saved(tmp_path / "last" / "model.pt", WEIGHTS, 300)
-    with pytest.raises(UsageError, match=r"last cannot be used: .*model\.pt has been written again"):
+    with pytest.raises(UsageError, match=r"last cannot be used: .*model\.pt was written long after the others"):
         choice(tmp_path, resume_from="last")
 
 

@@ -1,0 +1,69 @@
+"""See the package. A report of each job is written to OUT/KIND/report.jsonl, and a table at the end."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos.kills.campaign import Campaign
+from tests.s3 import S3Server
+
+PLAIN = ["own", "copy", "inplace", "parts", "named", "dcp", "dcp_inplace", "dcp_async", "dcp_local"]
+LIBRARIES = {"trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
+REMOTE = ["s3_own", "s3_dcp"]
+HEAD = ("kind", "kills", "cut", "right", "wrong", "older", "asked", "ended", "all right", "all older", "all wrong")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--jobs", default=",".join([*PLAIN, *LIBRARIES, *REMOTE]))
+    parser.add_argument("--kills", type=int, default=100, help="of each job")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=900, help="of each job, in seconds")
+    parser.add_argument("--out", type=Path, help="where the reports go, an empty directory")
+    args = parser.parse_args()
+    out = args.out or Path(tempfile.mkdtemp(prefix="kills-"))
+    rows = [HEAD]
+    wrong = 0
+    for kind in args.jobs.split(","):
+        if kind in LIBRARIES and importlib.util.find_spec(LIBRARIES[kind]) is None:
+            print(f"{kind}: {LIBRARIES[kind]} is not installed")
+            continue
+        began = time.monotonic()
+        campaign = run(kind, out / kind, args.seed, args.kills, args.limit)
+        counts = campaign.counts()
+        rows.append((kind, *(str(counts[name]) for name in HEAD[1:])))
+        wrong += counts["wrong"] + counts["older"] + counts["ended"]
+        print(f"{kind}: {dict(counts)}, {time.monotonic() - began:.0f} s", flush=True)
+    for row in rows:
+        print(" | ".join(row))
+    print(f"reports: {out}")
+    return int(wrong > 0)
+
+
+def run(kind: str, folder: Path, seed: int, kills: int, limit_s: float) -> Campaign:
+    server = None
+    environ, bucket = {}, ""
+    if kind in REMOTE:
+        import s3fs
+
+        server = S3Server()
+        environ = server.environ
+        os.environ.update(environ)
+        s3fs.S3FileSystem.clear_instance_cache()  # each keeps the endpoint that it was made with
+        bucket = server.bucket()
+    try:
+        campaign = Campaign(kind, folder, seed, environ, bucket)
+        campaign.run(kills, limit_s)
+    finally:
+        if server is not None:
+            server.stop()
+    return campaign
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

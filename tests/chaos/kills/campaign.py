@@ -1,0 +1,295 @@
+"""Starts one job, kills its ranks or all of it at random moments, and judges each restart."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import fsspec
+
+from elastic_ext.checkpoints.storage import poll
+from tests.chaos.kills.judging import Ledger, Start, Verdict, judge
+from tests.jobs import EXT, SCRIPTS, descendants, environment, wait_gone
+
+JOB = str(SCRIPTS / "killed_job.py")
+WORLD = 2
+START_S = 90.0  # for a start of all ranks
+ALL_EVERY = 10  # each so many kills, the agent is killed, too
+COPY_AFTER = 3  # kills
+USAGE = 78  # the agent's exit code for a question
+EARLY = 0.05  # of the kills, the share that hits a rank before it trains
+PROGRESS_S = 0.4  # to train after a start without progress: three failures in a row without any end a job
+IN_SAVE = 0.5  # of the kills, the share that waits for a save to begin; the others may hit one by chance
+SAVE_S = 0.02  # about as long as a save takes
+MOST_KEPT = 6  # directories in which something was wrong
+FOREIGN = {"notes.txt": b"lr=3e-4\n", "config.json": b'{"hidden": 64}\n', "plots/loss.png": bytes(2000)}
+PRELOAD = {"trainer": "transformers", "lightning": "lightning.pytorch", "accelerate": "accelerate"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Of one kill. kind: whom it hit. cut: the entries that some rank was writing then."""
+
+    kill: int
+    kind: str
+    cut: tuple[str, ...]
+    verdict: Verdict
+    why: str
+    resumes: str | None = None
+    restart_s: float = 0.0
+
+
+@dataclass
+class Lines:
+    """The new lines of a file that grows."""
+
+    path: Path
+    _read: int = 0
+
+    def new(self) -> list[str]:
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            file.seek(self._read)
+            data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._read += len(whole)
+            return whole.decode().splitlines()
+        return []
+
+
+class Agent:
+    """One agent after the other, of the same command."""
+
+    def __init__(self, kind: str, folder: Path, directory: str, environ: dict[str, str]) -> None:
+        conf = f"checkpoint_dir={directory},last_call=0.2,stop_grace=0.5,backoff=0,settle=0.05"
+        conf += f",preload={PRELOAD[kind]}" if kind in PRELOAD else ""
+        self._command = [*EXT, f"--nproc-per-node={WORLD}", "--max-restarts=1000000", f"--rdzv-conf={conf}"]
+        self._command += [JOB, kind, directory, str(folder / "notes")]
+        self._folder, self._environ = folder, environ
+        self.run = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self.run += 1
+        environ = environment(ELASTIC_EXT_STANDBY="on", KILLS_RUN=str(self.run), PYTHONDONTWRITEBYTECODE="1", **self._environ)
+        with (self._folder / "agent.log").open("ab") as log:
+            self.process = subprocess.Popen(self._command, env=environ, cwd=self._folder, stdout=log, stderr=log)
+
+    def ended(self) -> int | None:
+        return self.process.poll() if self.process is not None else 0
+
+    def kill(self, agent_first: bool) -> None:
+        """Kill it and all that it has started."""
+        assert self.process is not None
+        pids = descendants(self.process.pid)
+        for pid in pids if agent_first else reversed(pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        wait_gone(pids)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill(agent_first=True)
+
+
+@dataclass
+class Scene:
+    """A directory of checkpoints, and what lies there that the job has not saved. copies: by name, what they are a copy of."""
+
+    directory: str
+    copies: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_local(self) -> bool:
+        return "://" not in self.directory
+
+    def prepare(self) -> None:
+        filesystem, root = fsspec.core.url_to_fs(self.directory)
+        for name, data in FOREIGN.items():
+            filesystem.makedirs(f"{root}/{name}".rpartition("/")[0], exist_ok=True)
+            filesystem.pipe_file(f"{root}/{name}", data)
+
+    def missing(self) -> list[str]:
+        filesystem, root = fsspec.core.url_to_fs(self.directory)
+        filesystem.invalidate_cache()
+        return [name for name in (*FOREIGN, *self.copies) if not filesystem.exists(f"{root}/{name}")]
+
+    def copy(self, name: str, to: str) -> None:
+        """As `cp -r` does. What the job removes meanwhile leaves no copy."""
+        source, target = Path(self.directory, name), Path(self.directory, to)
+        found = subprocess.run(["cp", "-r", source, target], check=False, capture_output=True)
+        if found.returncode == 0:
+            self.copies[to] = name
+        else:
+            shutil.rmtree(target, ignore_errors=True)
+            target.unlink(missing_ok=True)
+
+
+class Campaign:
+    """`results`: one for each kill."""
+
+    def __init__(self, kind: str, folder: Path, seed: int, environ: dict[str, str], bucket: str = "") -> None:
+        """bucket: URL of an empty one, for the kinds that save there."""
+        self.kind, self._folder = kind, folder
+        self._random = random.Random(f"{seed} {kind}")
+        self._environ, self._bucket = environ, bucket
+        self.results: list[Result] = []
+        self._generation, self._number = 0, 0
+        self._hit, self._cut, self._killed_at = "none", (), time.monotonic()
+        self._step, self._has_gone_on = 0, False  # where the last start went on, and whether that was further than before
+        (folder / "notes").mkdir(parents=True)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Go on in a new, empty directory."""
+        self._generation += 1
+        base = self._bucket or str(self._folder)
+        self._scene = Scene(f"{base}/run{self._generation}")
+        self._scene.prepare()
+        self._ledger = Ledger()
+        self._lines, self._starts = Lines(self._folder / "notes" / "ledger"), Lines(self._folder / "notes" / "starts")
+        run = self._agent.run if self._generation > 1 else 0
+        self._agent = Agent(self.kind, self._folder, self._scene.directory, self._environ)
+        self._agent.run = run
+        self._lines.new(), self._starts.new()
+
+    def run(self, kills: int, limit_s: float) -> None:
+        """Return after so many kills, or this time."""
+        by = time.monotonic() + limit_s
+        self._agent.start()
+        try:
+            while self._number <= kills and time.monotonic() < by:
+                starts = self._await_start()
+                self._judge(starts)
+                if starts:
+                    self._train_and_kill(starts)
+        finally:
+            (self._folder / "notes" / "stop").touch()
+            self._agent.stop()
+
+    def _await_start(self) -> list[Start]:
+        """Return the next start of all ranks; none if the agent has ended before, or in 90 s."""
+        seen: dict[tuple[int, int], list[Start]] = {}
+
+        def look() -> list[Start]:
+            for line in self._starts.new():
+                said = json.loads(line)
+                said["key"], said["found"] = tuple(said["key"]), tuple(map(tuple, said["found"]))
+                start = Start(**said)
+                seen.setdefault(start.key, []).append(start)
+            return seen.get(max(seen), []) if seen else []
+
+        def enough(found: list[Start]) -> bool:
+            return len(found) == WORLD or self._agent.ended() is not None
+
+        found = poll(look, enough, time.monotonic() + START_S)
+        return found if len(found) == WORLD else []
+
+    def _judge(self, starts: list[Start]) -> None:
+        """Note a result, but of the first start of all; after that, the job is as the start has left it."""
+        took_s = time.monotonic() - self._killed_at
+        self._ledger.take(self._lines.new())
+        code = self._agent.ended()
+        if starts:
+            verdict, why = judge(starts, self._ledger, self._scene.copies, self._scene.missing())
+        elif code == USAGE:
+            verdict, why = Verdict.ASKED, f"the agent has ended with {code}: {self._last_words()}"
+        else:
+            verdict, why = Verdict.ENDED, f"the agent has ended with {code} (None: it hangs): {self._last_words()}"
+        resumes = starts[0].resumes if starts else None
+        self._add(Result(self._number, self._hit, self._cut, verdict, why, resumes, took_s))
+        if starts:
+            steps = [step for start in starts for _, step in start.found]
+            step = max(steps, default=0)
+            self._ledger.resumed(step)
+            self._has_gone_on, self._step = step > self._step, step
+        elif verdict is Verdict.ASKED:
+            self._agent.stop()
+            self._begin()
+            self._agent.start()
+        else:
+            self._agent.stop()
+            self._agent.start()
+
+    def _add(self, result: Result) -> None:
+        self.results.append(result)
+        said = {**vars(result), "verdict": result.verdict.value, "generation": self._generation, "expected": self._ledger.newest}
+        with (self._folder / "report.jsonl").open("a") as report:
+            report.write(json.dumps(said) + "\n")
+        bad = [each for each in self.results if each.verdict is not Verdict.RIGHT]
+        if result.verdict is not Verdict.RIGHT and len(bad) <= MOST_KEPT and self._scene.is_local:
+            shutil.copytree(self._scene.directory, self._folder / f"kept{result.kill}", symlinks=True)
+
+    def _last_words(self) -> str:
+        lines = (self._folder / "agent.log").read_text(errors="replace").splitlines()
+        return " | ".join(lines[-3:])[-600:]
+
+    def _train_and_kill(self, starts: list[Start]) -> None:
+        run, attempt = starts[0].key
+        go = self._folder / "notes" / f"go-{run}-{attempt}"
+        draw = self._random
+        early = draw.random() < EARLY and self._has_gone_on
+        if not early:
+            go.touch()
+            if self._number >= COPY_AFTER:
+                self._copy()
+        time.sleep(0 if self._has_gone_on else PROGRESS_S)
+        time.sleep(draw.uniform(0, 0.02 if early else 1.2 if draw.random() < 0.85 else 3.0))
+        if not early and draw.random() < IN_SAVE:
+            self._await_save()
+            time.sleep(draw.uniform(0, SAVE_S))
+        self._number += 1
+        self._killed_at = time.monotonic()
+        if self._number % ALL_EVERY == 0:
+            self._hit = "all"
+            self._agent.kill(agent_first=draw.random() < 0.5)
+        else:
+            pids = [start.pid for start in starts]
+            draw.shuffle(pids)
+            pids = pids[: draw.choice((1, 2))]
+            self._hit = "both" if len(pids) == WORLD else "one"
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(draw.choice((0, draw.uniform(0, 0.02))))
+        self._ledger.take(self._lines.new())
+        self._cut = tuple(sorted({name for _, name in self._ledger.open}))
+        if self._hit == "all":
+            self._agent.start()
+
+    def _await_save(self) -> None:
+        """Return as a rank begins to write."""
+        by = time.monotonic() + 1.0
+        while time.monotonic() < by and self._agent.ended() is None:
+            lines = self._lines.new()
+            self._ledger.take(lines)
+            if any(line.startswith("begin ") for line in lines):
+                return
+            time.sleep(0.001)
+
+    def _copy(self) -> None:
+        """Copy an older step, once or, in the job for that, again and again; then also under a greater number."""
+        older = sorted(self._ledger.whole, key=lambda name: self._ledger.whole[name])[:-2]
+        if not (self._scene.is_local and older) or (self._scene.copies and self.kind != "copy"):
+            return
+        name = self._random.choice(older)
+        self._scene.copy(name, f"backup{self._number}_{name}")
+        if self.kind == "copy":
+            self._scene.copy(name, f"step_{900_000 + self._number}")
+
+    def counts(self) -> Counter[str]:
+        """Of the kills: by verdict; `cut`: while something was saved; those of the agent's death have "all " before the verdict."""
+        killed = [each for each in self.results if each.kind != "none"]
+        found = Counter(each.verdict.value for each in killed)
+        found.update(f"all {each.verdict.value}" for each in killed if each.kind == "all")
+        found.update(kills=len(killed), cut=sum(bool(each.cut) for each in killed))
+        return found

@@ -98,7 +98,8 @@ def prove(
 class RoundProof:
     """What is proved of the saves of one round, while its journals grow.
 
-    Events are taken in the order of their counts. So those of a count wait until each rank that has a journal is past it.
+    Events are taken in the order of their counts. So those of a count wait until each rank that has a journal is past it; and
+    all wait until each rank was heard of, since journals are read one after the other.
     """
 
     def __init__(self, before: Mapping[str, int] = MappingProxyType({}), world: int = 0) -> None:
@@ -110,6 +111,7 @@ class RoundProof:
         self._judge = _Judge(self._fold, {f"0/{name}": count for name, count in before.items()})
         self._judge.steps = dict.fromkeys(range(world), 0)
         self._journals: dict[str, _Journal] = {}  # by name
+        self._heard: set[int] = set()  # ranks of which a count is known
         self._held: list[tuple[OrderKey, Who, JournalLine]] = []
         self._seen: dict[int, RecordedSave] = {}  # by order: what `record` has returned last
 
@@ -133,7 +135,10 @@ class RoundProof:
         incomplete = {*broken, *(each.rank for each in journals if each.damaged)}
         if incomplete:
             self.lose(f"the record of rank {min(incomplete)} is incomplete")
+        self._heard |= {*counts, *(each.rank for each in journals)}
         past = min((self._judge.steps[each.rank] for each in self._journals.values()), default=0)
+        if not self._judge.steps.keys() <= self._heard:
+            past = 0
         self.release(past, MOST_HELD)
 
     def lose(self, why: str) -> None:

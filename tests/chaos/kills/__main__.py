@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import signal
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=900, help="of each job, in seconds")
     parser.add_argument("--out", type=Path, help="where the reports go, an empty directory")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the agent is ended, too
     out = args.out or Path(tempfile.mkdtemp(prefix="kills-"))
     rows = [HEAD]
     wrong = 0

@@ -227,7 +227,7 @@ class Campaign:
             report.write(json.dumps(said) + "\n")
         bad = [each for each in self.results if each.verdict is not Verdict.RIGHT]
         if result.verdict is not Verdict.RIGHT and len(bad) <= MOST_KEPT and self._scene.is_local:
-            shutil.copytree(self._scene.directory, self._folder / f"kept{result.kill}", symlinks=True)
+            shutil.copytree(self._scene.directory, self._folder / f"kept{len(self.results)}", symlinks=True)
 
     def _last_words(self) -> str:
         lines = (self._folder / "agent.log").read_text(errors="replace").splitlines()

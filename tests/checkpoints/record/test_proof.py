@@ -248,3 +248,19 @@ def test_events_wait_for_slower_ranks() -> None:
     growing.take([], {0: 5, 1: 5})
     assert newest(growing.record()) == "s_3"
     assert not growing.may_change(SavePath(0, "s_3"))
+
+
+def test_saves_wait_for_ranks_not_heard_of() -> None:
+    """The first look into the journals reads one after the other: no save of the first rank is newer than those of the second."""
+    first, second = journals("0 s 1\n1 s 1\n0 w 3 c_3_0\n1 w 3 c_3_1\n0 s 4\n1 s 4\n0 w 6 c_6_0\n1 w 6 c_6_1\n0 s 7\n1 s 7")
+    growing = RoundProof(world=2)
+    growing.take([replace(first, name="a")], {})
+    assert not growing.record().saves
+    growing.take([replace(second, name="b")], {0: 8, 1: 8})
+    assert [each.entry.path for each in growing.record().saves] == ["c_3_0", "c_3_1", "c_6_0", "c_6_1"]
+
+
+def test_a_rank_without_steps_holds_up_nothing() -> None:
+    growing = RoundProof(world=2)
+    growing.take(journals("0 s 1\n0 w 3 s_3\n0 s 4"), {0: 5, 1: 0})
+    assert [each.entry.path for each in growing.record().saves] == ["s_3"]

@@ -3,7 +3,7 @@
     killed_job.py KIND DIRECTORY NOTES
 
 All that it saves is filled with the step of the save. As it begins, it reads what it is to resume from and notes what it found;
-then it waits until the campaign lets it train. DIRECTORY: that of the checkpoints, a path or a URL. See killed_notes.py for NOTES.
+then it waits until the campaign lets it train. DIRECTORY: that of the checkpoints, a path or a URL. NOTES: see killed_notes.py.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a job of killed_job.py notes for the campaign, in a directory outside that of its checkpoints.
 
-    starts       a JSON line for each start of a rank: what it resumes from, and the steps that it found in there
-    ledger       lines `begin RANK STEP NAME`, `end RANK STEP NAME`: a rank has begun or ended to write this entry;
-                 `done STEP NAME`: all ranks have, and have made a step since
-    go-RUN-ATTEMPT, stop      made by the campaign: the ranks may train, they end
+starts       a JSON line for each start of a rank: what it resumes from, and the steps that it found in there
+ledger       lines `begin RANK STEP NAME`, `end RANK STEP NAME`: a rank has begun or ended to write this entry;
+             `done STEP NAME`: all ranks have, and have made a step since
+go-RUN-ATTEMPT, stop      made by the campaign: the ranks may train, they end
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Notes:
         error = ""
         try:
             found = load(resumes) if resumes else []
-        except Exception:  # any is a result here
+        except Exception:  # noqa: BLE001  (whatever it is, it is a result)
             error = traceback.format_exc()
         said = {"rank": RANK, "pid": os.getpid(), "key": self._key, "resumes": resumes, "found": found, "error": error}
         self._append("starts", json.dumps(said))

@@ -166,7 +166,10 @@ class Dcp(Saver):
         return self.found(state)
 
     def found(self, state: dict[str, object]) -> Evidence:
-        return [*(each for key in ("model", "optimizer", f"own{RANK}") for each in steps_in(key, state[key])), ("step", state["step"])]
+        return [
+            *(each for key in ("model", "optimizer", f"own{RANK}") for each in steps_in(key, state[key])),
+            ("step", state["step"]),
+        ]
 
 
 class DcpInPlace(Dcp):

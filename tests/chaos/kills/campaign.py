@@ -28,7 +28,7 @@ COPY_AFTER = 3  # kills
 USAGE = 78  # the agent's exit code for a question
 EARLY = 0.05  # of the kills, the share that hits a rank before it trains
 PROGRESS_S = 0.4  # to train after a start without progress: three failures in a row without any end a job
-IN_SAVE = 0.5  # of the kills, the share that waits for a save to begin; the others may hit one by chance
+IN_SAVE = 0.7  # of the kills, the share that waits for a save to begin; the others may hit one by chance
 SAVE_S = 0.02  # about as long as a save takes
 MOST_KEPT = 6  # directories in which something was wrong
 FOREIGN = {"notes.txt": b"lr=3e-4\n", "config.json": b'{"hidden": 64}\n', "plots/loss.png": bytes(2000)}
@@ -255,7 +255,7 @@ class Campaign:
         else:
             pids = [start.pid for start in starts]
             draw.shuffle(pids)
-            pids = pids[: draw.choice((1, 2))]
+            pids = pids[: draw.choice((1, 2, 2))]
             self._hit = "both" if len(pids) == WORLD else "one"
             for pid in pids:
                 with suppress(ProcessLookupError):
@@ -287,7 +287,7 @@ class Campaign:
             self._scene.copy(name, f"step_{900_000 + self._number}")
 
     def counts(self) -> Counter[str]:
-        """Of the kills: by verdict; `cut`: while something was saved; those of the agent's death have "all " before the verdict."""
+        """Of the kills: by verdict, and with "all " before it those that hit the agent, too. cut: something was being saved."""
         killed = [each for each in self.results if each.kind != "none"]
         found = Counter(each.verdict.value for each in killed)
         found.update(f"all {each.verdict.value}" for each in killed if each.kind == "all")

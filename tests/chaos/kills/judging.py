@@ -29,7 +29,10 @@ class Start:
 
 @dataclass
 class Ledger:
-    """What the lines of a job say. whole: by name, the step of an entry that is done, and that no rank has begun to write again."""
+    """What the lines of a job say.
+
+    whole: by name, the step of an entry that is done, and that no rank has begun to write again.
+    """
 
     whole: dict[str, int] = field(default_factory=dict)
     open: dict[tuple[str, str], int] = field(default_factory=dict)  # by rank and name: the step of a save that has not ended

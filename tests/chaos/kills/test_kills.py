@@ -1,0 +1,74 @@
+"""The campaign itself: how it judges a restart, and three kills of one job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.kills.campaign import Campaign
+from tests.chaos.kills.judging import Ledger, Start, Verdict, judge
+
+LINES = """begin 0 4 step_4
+begin 1 4 step_4
+end 1 4 step_4
+end 0 4 step_4
+done 4 step_4
+begin 0 4 last
+end 0 4 last
+done 4 last
+begin 0 8 last
+"""
+FOUND = (("model", 4), ("optimizer", 4))
+
+
+def ledger(lines: str = LINES) -> Ledger:
+    made = Ledger()
+    made.take(lines.splitlines())
+    return made
+
+
+def starts(resumes: str | None = "/c/step_4", found: tuple[tuple[str, int], ...] = FOUND, error: str = "") -> list[Start]:
+    return [Start(rank, 10 + rank, (1, 0), resumes, found, error) for rank in (0, 1)]
+
+
+def test_a_save_that_is_overwritten_is_not_expected() -> None:
+    made = ledger()
+    assert (made.whole, made.open) == ({"step_4": 4}, {("0", "last"): 8})
+    made.take(["end 0 8 last", "done 8 last"])
+    assert (made.expected, made.open) == (8, {})
+    made.resumed(4)
+    assert made.expected == 4
+
+
+@pytest.mark.parametrize(
+    ("found", "copies", "missing", "wanted"),
+    [
+        (starts(), (), (), Verdict.RIGHT),
+        (starts(found=(("model", 8), ("optimizer", 8))), (), (), Verdict.RIGHT),
+        (starts(found=(("model", 8), ("optimizer", 4))), (), (), Verdict.WRONG),
+        ([replace(each, found=(("own", 4 + 4 * each.rank),)) for each in starts()], (), (), Verdict.WRONG),
+        (starts(found=(("model", 0),)), (), (), Verdict.OLDER),
+        (starts(None, ()), (), (), Verdict.WRONG),
+        ([replace(each, resumes="/c/step_4" if each.rank else None) for each in starts()], (), (), Verdict.WRONG),
+        (starts(error="Traceback\nEOFError"), (), (), Verdict.WRONG),
+        (starts(), ["step_4"], (), Verdict.WRONG),
+        (starts(), (), ["notes.txt"], Verdict.WRONG),
+    ],
+    ids=["same", "newer", "mixture", "ranks", "older", "nothing", "one", "torn", "copy", "gone"],
+)
+def test_a_restart_is_judged(found: list[Start], copies: list[str], missing: list[str], wanted: Verdict) -> None:
+    assert judge(found, ledger(), copies, missing)[0] is wanted
+
+
+def test_nothing_is_right_at_first() -> None:
+    assert judge(starts(None, ()), Ledger(), (), ())[0] is Verdict.RIGHT
+
+
+@pytest.mark.full
+def test_three_kills_of_a_job(tmp_path: Path) -> None:
+    campaign = Campaign("own", tmp_path / "own", seed=1, environ={})
+    campaign.run(kills=3, limit_s=300)
+    counts = campaign.counts()
+    assert (counts["kills"], counts["right"]) == (3, 3), campaign.results

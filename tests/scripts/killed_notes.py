@@ -25,7 +25,7 @@ PACE_S = 0.015  # a step takes at least this long
 Evidence = list[tuple[str, int]]  # what, and the step in it
 
 
-def pause(most_s: float = 0.015) -> None:
+def pause(most_s: float = 0.04) -> None:
     """Between two files, as if they were larger."""
     threading.Event().wait(random.uniform(0, most_s))
 

@@ -102,6 +102,14 @@ class InPlace(Own):
         return [*steps_in("model", model), *states_in("optimizer", optimizer)]
 
 
+class InPlaceOnly(InPlace):
+    """And nothing under another name."""
+
+    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if RANK == 0:
+            self.put("last", step, model, optimizer)
+
+
 class Parts(Saver):
     """A file of each rank, whose name does not say that this is a rank."""
 
@@ -281,6 +289,7 @@ KINDS: dict[str, type[Saver]] = {
     "own": Own,
     "copy": Copied,
     "inplace": InPlace,
+    "inplace_only": InPlaceOnly,
     "parts": Parts,
     "named": Named,
     "dcp": Dcp,

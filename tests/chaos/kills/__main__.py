@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.chaos.kills.campaign import Campaign
 from tests.s3 import S3Server
 
-PLAIN = ["own", "copy", "inplace", "parts", "named", "dcp", "dcp_inplace", "dcp_async", "dcp_local"]
+PLAIN = ["own", "copy", "inplace", "inplace_only", "parts", "named", "dcp", "dcp_inplace", "dcp_async", "dcp_local"]
 LIBRARIES = {"trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
 REMOTE = ["s3_own", "s3_dcp"]
 HEAD = ("kind", "kills", "cut", "right", "wrong", "older", "asked", "ended", "all right", "all older", "all wrong")
@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument("--jobs", default=",".join([*PLAIN, *LIBRARIES, *REMOTE]))
     parser.add_argument("--kills", type=int, default=100, help="of each job")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--all-every", type=int, default=12, help="each so many kills, the agent and all workers are killed")
     parser.add_argument("--limit", type=float, default=900, help="of each job, in seconds")
     parser.add_argument("--out", type=Path, help="where the reports go, an empty directory")
     args = parser.parse_args()
@@ -37,7 +38,7 @@ def main() -> int:
             print(f"{kind}: {LIBRARIES[kind]} is not installed")
             continue
         began = time.monotonic()
-        campaign = run(kind, out / kind, args.seed, args.kills, args.limit)
+        campaign = run(kind, out / kind, args)
         counts = campaign.counts()
         rows.append((kind, *(str(counts[name]) for name in HEAD[1:])))
         wrong += counts["wrong"] + counts["older"] + counts["ended"]
@@ -48,7 +49,7 @@ def main() -> int:
     return int(wrong > 0)
 
 
-def run(kind: str, folder: Path, seed: int, kills: int, limit_s: float) -> Campaign:
+def run(kind: str, folder: Path, args: argparse.Namespace) -> Campaign:
     server = None
     environ, bucket = {}, ""
     if kind in REMOTE:
@@ -60,8 +61,8 @@ def run(kind: str, folder: Path, seed: int, kills: int, limit_s: float) -> Campa
         s3fs.S3FileSystem.clear_instance_cache()  # each keeps the endpoint that it was made with
         bucket = server.bucket()
     try:
-        campaign = Campaign(kind, folder, seed, environ, bucket)
-        campaign.run(kills, limit_s)
+        campaign = Campaign(kind, folder, args.seed, environ, bucket, args.all_every)
+        campaign.run(args.kills, args.limit)
     finally:
         if server is not None:
             server.stop()

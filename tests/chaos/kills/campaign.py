@@ -23,7 +23,6 @@ from tests.jobs import EXT, SCRIPTS, descendants, environment, wait_gone
 JOB = str(SCRIPTS / "killed_job.py")
 WORLD = 2
 START_S = 90.0  # for a start of all ranks
-ALL_EVERY = 10  # each so many kills, the agent is killed, too
 COPY_AFTER = 3  # kills
 USAGE = 78  # the agent's exit code for a question
 EARLY = 0.05  # of the kills, the share that hits a rank before it trains
@@ -137,9 +136,11 @@ class Scene:
 class Campaign:
     """`results`: one for each kill."""
 
-    def __init__(self, kind: str, folder: Path, seed: int, environ: dict[str, str], bucket: str = "") -> None:
-        """bucket: URL of an empty one, for the kinds that save there."""
-        self.kind, self._folder = kind, folder
+    def __init__(
+        self, kind: str, folder: Path, seed: int, environ: dict[str, str], bucket: str = "", all_every: int = 12
+    ) -> None:
+        """bucket: URL of an empty one, for the kinds that save there. all_every: each so many kills, the agent is killed, too."""
+        self.kind, self._folder, self._all_every = kind, folder, all_every
         self._random = random.Random(f"{seed} {kind}")
         self._environ, self._bucket = environ, bucket
         self.results: list[Result] = []
@@ -169,8 +170,7 @@ class Campaign:
         try:
             while self._number <= kills and time.monotonic() < by:
                 starts = self._await_start()
-                self._judge(starts)
-                if starts:
+                if self._judge(starts):
                     self._train_and_kill(starts)
         finally:
             (self._folder / "notes" / "stop").touch()
@@ -194,8 +194,8 @@ class Campaign:
         found = poll(look, enough, time.monotonic() + START_S)
         return found if len(found) == WORLD else []
 
-    def _judge(self, starts: list[Start]) -> None:
-        """Note a result, but of the first start of all; after that, the job is as the start has left it."""
+    def _judge(self, starts: list[Start]) -> bool:
+        """Note a result, and return whether the job is to train now. One that is wrong begins in a new directory instead."""
         took_s = time.monotonic() - self._killed_at
         self._ledger.take(self._lines.new())
         code = self._agent.ended()
@@ -207,18 +207,16 @@ class Campaign:
             verdict, why = Verdict.ENDED, f"the agent has ended with {code} (None: it hangs): {self._last_words()}"
         resumes = starts[0].resumes if starts else None
         self._add(Result(self._number, self._hit, self._cut, verdict, why, resumes, took_s))
-        if starts:
-            steps = [step for start in starts for _, step in start.found]
-            step = max(steps, default=0)
+        if verdict in (Verdict.RIGHT, Verdict.OLDER):
+            step = max((step for start in starts for _, step in start.found), default=0)
             self._ledger.resumed(step)
             self._has_gone_on, self._step = step > self._step, step
-        elif verdict is Verdict.ASKED:
-            self._agent.stop()
+            return True
+        self._agent.stop()
+        if verdict is not Verdict.ENDED:
             self._begin()
-            self._agent.start()
-        else:
-            self._agent.stop()
-            self._agent.start()
+        self._agent.start()
+        return False
 
     def _add(self, result: Result) -> None:
         self.results.append(result)
@@ -249,7 +247,7 @@ class Campaign:
             time.sleep(draw.uniform(0, SAVE_S))
         self._number += 1
         self._killed_at = time.monotonic()
-        if self._number % ALL_EVERY == 0:
+        if self._number % self._all_every == 0:
             self._hit = "all"
             self._agent.kill(agent_first=draw.random() < 0.5)
         else:

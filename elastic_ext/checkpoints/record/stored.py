@@ -241,7 +241,8 @@ class RecordBook:
         worst = max(found, key=lambda each: list(Trust).index(each.trust))
         attempts = {known.attempt for each in parts if (known := self._known.get(each.name)) is not None}
         counts = {each.save.count for each in found if each.save is not None}
-        changed = {each.trust is Trust.CHANGED for each in found}
+        alone = any(each.save is not None and not each.save.proved for each in found)  # the round had not written the others
+        changed = {each.trust is Trust.CHANGED or (each.save is None and alone) for each in found}
         if len(changed) > 1 or (False in changed and max(len(attempts), len(counts)) > 1):
             return RecordVerdict(Trust.TORN, "its files are of several saves", worst.save)
         return RecordVerdict(worst.trust, worst.why, worst.save, sum((each.kinds for each in found), Counter[str]()))

@@ -145,14 +145,15 @@ class Campaign:
         self._environ, self._bucket = environ, bucket
         self.results: list[Result] = []
         self._generation, self._number = 0, 0
-        self._hit, self._cut, self._killed_at = "none", (), time.monotonic()
-        self._step, self._has_gone_on = 0, False  # where the last start went on, and whether that was further than before
+        self._killed_at = time.monotonic()
         (folder / "notes").mkdir(parents=True)
         self._begin()
 
     def _begin(self) -> None:
         """Go on in a new, empty directory."""
         self._generation += 1
+        self._hit, self._cut = "none", ()
+        self._step, self._has_gone_on = 0, False  # where the last start went on, and whether that was further than before
         base = self._bucket or str(self._folder)
         self._scene = Scene(f"{base}/run{self._generation}")
         self._scene.prepare()
@@ -213,7 +214,9 @@ class Campaign:
             self._has_gone_on, self._step = step > self._step, step
             return True
         self._agent.stop()
-        if verdict is not Verdict.ENDED:
+        if verdict is Verdict.ENDED:
+            self._hit = "again"
+        else:
             self._begin()
         self._agent.start()
         return False
@@ -286,7 +289,7 @@ class Campaign:
 
     def counts(self) -> Counter[str]:
         """Of the kills: by verdict, and with "all " before it those that hit the agent, too. cut: something was being saved."""
-        killed = [each for each in self.results if each.kind != "none"]
+        killed = [each for each in self.results if each.kind not in ("none", "again")]
         found = Counter(each.verdict.value for each in killed)
         found.update(f"all {each.verdict.value}" for each in killed if each.kind == "all")
         found.update(kills=len(killed), cut=sum(bool(each.cut) for each in killed))

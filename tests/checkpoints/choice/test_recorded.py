@@ -199,6 +199,19 @@ def test_all_files_of_ranks_without_a_step_since(tmp_path: Path) -> None:
     assert chosen(tmp_path) == "ckpt_300_*.pt"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("again", "wanted"), [(True, "ckpt_300_*.pt"), (False, "ckpt_200_*.pt")], ids=["both", "the other"])
+def test_a_save_that_failed_is_made_again(tmp_path: Path, rank: int, again: bool, wanted: str) -> None:
+    """One rank was killed before it wrote its file; in the next round both did, or only it; then the agent was killed, too."""
+    script = of_ranks(tmp_path, 100, 200)
+    saved(tmp_path / f"ckpt_300_{rank}.pt", TRAINING, 300)
+    script.saves(300, f"ckpt_300_{rank}.pt", rank=rank).record()
+    saved(tmp_path / f"ckpt_300_{1 - rank}.pt", TRAINING, 300)
+    if again:
+        saved(tmp_path / f"ckpt_300_{rank}.pt", TRAINING, 301)
+    assert chosen(tmp_path) == wanted
+
+
 @pytest.mark.xfail(reason="files_by_rank asks the record for the newest files only, which has none of them", strict=True)
 def test_each_rank_gets_a_file_without_record(tmp_path: Path) -> None:
     """The agent was killed, too, before it could record the last save: a path with a * in it is no file."""

@@ -24,7 +24,8 @@ JOB = str(SCRIPTS / "killed_job.py")
 WORLD = 2
 START_S = 90.0  # for a start of all ranks
 COPY_AFTER = 3  # kills
-USAGE = 78  # the agent's exit code for a question
+USAGE, CODE = 78, 65  # exit codes of the agent
+NONE_LEFT = "may be used"  # what it says as it ends because all checkpoints are torn
 EARLY = 0.05  # of the kills, the share that hits a rank before it trains
 PROGRESS_S = 0.4  # to train after a start without progress: three failures in a row without any end a job
 IN_SAVE = 0.7  # of the kills, the share that waits for a save to begin; the others may hit one by chance
@@ -202,7 +203,7 @@ class Campaign:
         code = self._agent.ended()
         if starts:
             verdict, why = judge(starts, self._ledger, self._scene.copies, self._scene.missing())
-        elif code == USAGE:
+        elif code == USAGE or (code == CODE and NONE_LEFT in self._last_words()):
             verdict, why = Verdict.ASKED, f"the agent has ended with {code}: {self._last_words()}"
         else:
             verdict, why = Verdict.ENDED, f"the agent has ended with {code} (None: it hangs): {self._last_words()}"

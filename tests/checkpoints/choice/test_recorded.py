@@ -199,6 +199,18 @@ def test_all_files_of_ranks_without_a_step_since(tmp_path: Path) -> None:
     assert chosen(tmp_path) == "ckpt_300_*.pt"
 
 
+@pytest.mark.xfail(reason="a copy is compared with the last 32 recorded saves only (MOST_COMPARED)", strict=True)
+def test_a_copy_of_a_long_past_save(tmp_path: Path) -> None:
+    """`cp step_1.pt step_900.pt` is no newer save, however many there were since."""
+    script = Script(tmp_path)
+    for step in range(1, 41):
+        saved(tmp_path / f"step_{step}.pt", TRAINING, step)
+        script.saves(step, f"step_{step}.pt").steps(step + 1)
+    script.record()
+    shutil.copyfile(tmp_path / "step_1.pt", tmp_path / "step_900.pt")
+    assert chosen(tmp_path) == "step_40.pt"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(("again", "wanted"), [(True, "ckpt_300_*.pt"), (False, "ckpt_200_*.pt")], ids=["both", "the other"])
 def test_a_save_that_failed_is_made_again(tmp_path: Path, rank: int, again: bool, wanted: str) -> None:

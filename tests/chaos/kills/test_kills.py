@@ -68,7 +68,8 @@ def test_nothing_is_right_at_first() -> None:
 
 @pytest.mark.full
 def test_three_kills_of_a_job(tmp_path: Path) -> None:
-    campaign = Campaign("own", tmp_path / "own", seed=1, environ={})
+    """Of torch.distributed.checkpoint: the first save of plain files may be taken although it was cut, see test_recorded.py."""
+    campaign = Campaign("dcp", tmp_path / "dcp", seed=1, environ={})
     campaign.run(kills=3, limit_s=300)
     counts = campaign.counts()
     assert (counts["kills"], counts["right"]) == (3, 3), campaign.results

@@ -111,7 +111,10 @@ TAIL = 1 << 16  # bytes at the end of a file: of torch.save, those with the chec
 
 def _have_same_bytes(storage: Storage, one: Entry, other: Entry) -> bool:
     """Return whether two candidates have the same files, by names, sizes and ends. Raises OSError."""
-    if one.parts or other.parts or one.is_link or other.is_link or one.is_dir != other.is_dir:
+    if one.parts or other.parts:
+        pairs = zip(*(sorted(each.parts, key=lambda part: part.name) for each in (one, other)), strict=False)
+        return len(one.parts) == len(other.parts) and all(_have_same_bytes(storage, *each) for each in pairs)
+    if one.is_link or other.is_link or one.is_dir != other.is_dir:
         return False  # a link may lead anywhere
     if not one.is_dir and one.size != other.size:
         return False

@@ -16,21 +16,18 @@ chosen. If such a checkpoint was written later, the choice says so.
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from elastic_ext.checkpoints.choice import decisions
 from elastic_ext.checkpoints.choice.decisions import Choice, Contender, PassedOver, Resume, Sight
-from elastic_ext.checkpoints.formats import candidates
-from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, numbers_of
-from elastic_ext.checkpoints.record.fold import pattern_of
-from elastic_ext.checkpoints.record.stored import KnownSave, RecordBook, RecordVerdict, Trust
-from elastic_ext.checkpoints.storage import Entry, Storage
+from elastic_ext.checkpoints.choice.rank_files import Kind, files_by_rank, kinds_of
+from elastic_ext.checkpoints.formats.candidates import ANY, UNKNOWN, Inspection, numbers_of
+from elastic_ext.checkpoints.record.stored import KnownSave, RecordBook, RecordVerdict, StoredSave, Trust
+from elastic_ext.checkpoints.storage import Entry
 
-_NUMBER = re.compile(r"([0-9]+)")
+__all__ = ["choose", "files_by_rank"]
+
 MOST_FOREIGN = 4  # kinds that are looked at only to say that they are there
 MOST_COMPARED = 32  # saves, the last ones
 FOREIGN = "it was written later, but no save of it is recorded: if this job is to go on from it, set resume_from to its name"
@@ -40,6 +37,7 @@ FOREIGN = "it was written later, but no save of it is recorded: if this job is t
 class _Usable:
     """The newest save of a kind that can be used."""
 
+    kind: str
     entry: Entry
     known: KnownSave  # itself, or the last recorded one of its kind
     inspection: Inspection
@@ -57,73 +55,30 @@ def choose(entries: Sequence[Entry], book: RecordBook, sight: Sight) -> Choice:
     The newest of each kind is looked at first, only as far as needed. Where the record does not decide, because it has none that
     can be resumed from, `decisions.choose` does, among those that the record does not refuse.
     """
-    kinds = _kinds(entries, book)
+    kinds = kinds_of(entries, book, sight.pattern)
     passed_over: list[PassedOver] = []
-    recorded = {kind: members for kind, members in kinds.items() if any(map(book.known, members))}
-    found = [_newest(members, book, sight, passed_over) for members in recorded.values()]
+    recorded = {name: kind for name, kind in kinds.items() if any(map(book.known, kind.members))}
+    found = [_newest(name, kind.members, book, sight, passed_over) for name, kind in recorded.items()]
     usable = sorted((each for each in found if each is not None), key=lambda each: each.known, reverse=True)
-    left = [each for each in usable if each.inspection.training is not False or pattern_of(each.entry.name) in book.loads]
+    left = [each for each in usable if each.inspection.training is not False or each.kind.replace(ANY, "#") in book.loads]
     for holds in (_has_optimizer, _has_trained, _is_certain):
         left = list(filter(holds, left)) or left
     left = [each for each in left if not _is_copy(each, recorded, book, sight.alike)] or left
     if not left:
-        refused = {each.path for each in passed_over}
+        paths = {each.path for each in passed_over}
+        refused = {
+            of.path for kind in kinds.values() for each in kind.members if each.path in paths for of in (each, *each.parts)
+        }
         choice = decisions.choose([each for each in entries if each.path not in refused], sight)
         return replace(choice, passed_over=(*passed_over, *choice.passed_over))
     best, question = _of_one_moment([each for each in left if each.moment == left[0].moment])
+    question = question or kinds[best.kind].question
     if question:
         return Choice(None, tuple(passed_over), question)
-    others = [members for kind, members in kinds.items() if kind not in recorded]
+    others = [kind.members for name, kind in kinds.items() if name not in recorded]
     passed_over += _foreign(others, best.inspection, sight.inspect)
     step = decisions.step_in(best.entry, best.inspection, sight.pattern)
     return Choice(Resume(best.entry.path, step, _reason(best)), tuple(passed_over))
-
-
-def _kinds(entries: Sequence[Entry], book: RecordBook) -> dict[str, list[Entry]]:
-    """Return the usable entries by their names with "#" for digits; one stands for all files that the ranks wrote for a save.
-
-    The names may not say so. But by the record, each rank has written its own file, and no other number in their names differs.
-    """
-    kinds: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        if not entry.unusable:
-            kinds[pattern_of(entry.name)].append(entry)
-    for kind, members in kinds.items():
-        places = _places_of_ranks(members, book) if kind.count("#") > 1 else ()
-        groups: defaultdict[str, list[Entry]] = defaultdict(list)
-        for each in members if places else ():
-            text = _NUMBER.split(each.name)
-            groups["".join(candidates.ANY if at in places else part for at, part in enumerate(text))].append(each)
-        kinds[kind] = [candidates.join(*each) for each in groups.items()] or members
-    return dict(kinds)
-
-
-def _places_of_ranks(members: Sequence[Entry], book: RecordBook) -> tuple[int, ...]:
-    """Return where names of one moment differ that two ranks have written, as places in `_NUMBER.split`; none if none have."""
-    single = [each for each in members if not (each.is_dir or each.parts)]
-    recorded = sorted(((known, each.name) for each in single if (known := book.known(each)) is not None), reverse=True)
-    for (known, name), (older, other) in pairwise(recorded[:3]):
-        one, two = book.read(known), book.read(older)
-        if one is None or two is None or (known.attempt, one.count) != (older.attempt, two.count):
-            continue
-        if len(one.ranks) == len(two.ranks) == 1 and one.ranks != two.ranks:
-            pairs = zip(_NUMBER.split(name), _NUMBER.split(other), strict=True)
-            return tuple(at for at, (first, second) in enumerate(pairs) if first != second)
-    return ()
-
-
-def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
-    """Return by rank the paths of a checkpoint's files, see `candidates.files_by_rank`; by the record where names do not say it.
-
-    Raises OSError.
-    """
-    found = candidates.files_by_rank(storage, name)
-    entry = candidates.entry_of(storage, name) if candidates.ANY in name and not found else None
-    if entry is None or candidates.rank_name(entry.parts[0].name) is not None:
-        return found
-    book = RecordBook(storage)
-    saved = [(book.saved(part), part.path) for part in entry.parts]
-    return {save.ranks[0]: path for save, path in saved if save is not None and len(save.ranks) == 1}
 
 
 def _has_optimizer(each: _Usable) -> bool:
@@ -140,16 +95,15 @@ def _is_certain(each: _Usable) -> bool:
     return each.verdict.trust is not Trust.CHANGED
 
 
-def _is_copy(
-    each: _Usable, recorded: Mapping[str, Sequence[Entry]], book: RecordBook, alike: Callable[[Entry, Entry], bool]
-) -> bool:
+def _is_copy(each: _Usable, recorded: Mapping[str, Kind], book: RecordBook, alike: Callable[[Entry, Entry], bool]) -> bool:
     """Return whether the script has made it from an older save of another kind."""
-    others = [entry for kind, members in recorded.items() if kind != pattern_of(each.entry.name) for entry in members]
+    others = [entry for name, kind in recorded.items() if name != each.kind for entry in kind.members]
     older = sorted(((known, entry) for entry in others if (known := book.known(entry)) and known < each.known), reverse=True)
     return any(alike(each.entry, entry) for _, entry in older[:MOST_COMPARED] if book.size(entry) == book.size(each.entry))
 
 
 def _newest(
+    kind: str,
     members: Sequence[Entry],
     book: RecordBook,
     sight: Sight,
@@ -168,14 +122,50 @@ def _newest(
         if not reason and verdict.trust is Trust.TORN:
             reason = verdict.why
         elif not reason and verdict.trust is not Trust.PROVED:
-            proved = (book.proved_files(each) for _, each in in_order[at:])
-            reason = verdict.lacks(next(filter(None, proved), Counter()))
+            older = [each for _, each in in_order[at : at + MOST_COMPARED]]
+            is_only = sum(each.attempt == known.attempt for each, _ in recorded) == 1
+            usual = next((each for each in older if book.proved_files(each) or _is_of_all_ranks(each, book)), None)
+            reason = _lacks(entry, verdict, usual, book, is_only)
         if not reason:
-            return _Usable(entry, known, inspection, verdict)
+            return _Usable(kind, entry, known, inspection, verdict)
         if inspection.format != UNKNOWN or inspection.distrusted:
             mixed = inspection.complete and verdict.trust is Trust.TORN  # it was whole
             passed_over.append(PassedOver(entry.path, reason, inspection.distrusted or mixed))
     return None
+
+
+def _is_of_all_ranks(entry: Entry, book: RecordBook, least: int = 2) -> bool:
+    """Return whether each rank of the round has written a file of its own, and at least so many have."""
+    save, files = book.saved(entry), len(entry.parts or (entry,))
+    return save is not None and save.world == files >= least
+
+
+def _lacks(entry: Entry, verdict: RecordVerdict, usual: Entry | None, book: RecordBook, is_only: bool) -> str:
+    """Return what an entry that is not proved lacks, for people; "": nothing is known.
+
+    usual: the last one of its kind that is proved, or of all ranks. is_only: its round has recorded no other of the kind.
+    """
+    there = len(entry.parts or (entry,))
+    if usual is None:
+        return _lacks_as_first(there, verdict.save) if is_only and verdict.save is not None else ""
+    if not _is_of_all_ranks(usual, book, least=1 if there > 1 else 2):
+        return verdict.lacks(book.proved_files(usual))
+    if verdict.save is not None:
+        return _fewer(there, verdict.save.world)
+    files = len(usual.parts or (usual,))
+    more = "fewer" if there < files else "more"
+    return f"no save of it is recorded, and it has {more} files than the one before it" if there != files else ""
+
+
+def _lacks_as_first(there: int, save: StoredSave) -> str:
+    """Return why the first save of a kind may not be whole, for people. there: how many files of ranks it has."""
+    if there == len(save.ranks) == 1:
+        return f"its save was not proved, and only rank {save.ranks[0]} has written it" if save.ranks != (0,) else ""
+    return _fewer(there, save.world) if there > 1 else ""
+
+
+def _fewer(there: int, world: int) -> str:
+    return f"its save was not proved, and it has fewer files than there were ranks: {there}, not {world}" if there < world else ""
 
 
 def _judged(entry: Entry, inspection: Inspection, book: RecordBook) -> tuple[Inspection, RecordVerdict]:

@@ -21,7 +21,7 @@ from enum import Enum
 
 from elastic_ext.base import records
 from elastic_ext.checkpoints.directory.own_files import MARKERS
-from elastic_ext.checkpoints.formats.candidates import order_of
+from elastic_ext.checkpoints.formats.candidates import ANY, order_of
 from elastic_ext.checkpoints.record.fold import EntryRead, pattern_of
 from elastic_ext.checkpoints.record.proof import RecordedSave
 from elastic_ext.checkpoints.storage import Entry, Storage, files_of, is_away
@@ -199,6 +199,11 @@ class RecordBook:
         self._storage, self._known = storage, known_saves(storage)
         self._read: dict[KnownSave, StoredSave | None] = {}
 
+    @property
+    def saves(self) -> tuple[KnownSave, ...]:
+        """The last recorded save of each entry, also of those that have gone since."""
+        return tuple(self._known.values())
+
     def known(self, entry: Entry) -> KnownSave | None:
         """Return which save of an entry is recorded; None: none is. Of files of all ranks, all must be."""
         found = [self._known.get(each.name) for each in entry.parts or (entry,)]
@@ -245,7 +250,18 @@ class RecordBook:
         changed = {each.trust is Trust.CHANGED or (each.save is None and alone) for each in found}
         if len(changed) > 1 or (False in changed and max(len(attempts), len(counts)) > 1):
             return RecordVerdict(Trust.TORN, "its files are of several saves", worst.save)
+        gone = self._gone(entry) if entry.parts else ""
+        if gone:
+            return RecordVerdict(Trust.TORN, f"{gone} has gone since it was recorded", worst.save)
         return RecordVerdict(worst.trust, worst.why, worst.save, sum((each.kinds for each in found), Counter[str]()))
+
+    def _gone(self, entry: Entry) -> str:
+        """Return the name of a file that the last save of this entry had, as recorded, and that has gone; "": none has."""
+        fits = re.compile(re.escape(entry.name).replace(re.escape(ANY), r"\d+")).fullmatch
+        last, there = self.known(entry), {part.name for part in entry.parts}
+        of_round = sorted(each.name for each in self.saves if last is not None and each.attempt == last.attempt)
+        away = (name for name in of_round if fits(name) and name not in there)
+        return next((name for name in away if self._storage.stat(name) is None), "")
 
     def _verdict(self, entry: Entry) -> RecordVerdict:
         found = files_at(self._storage, entry.name) if not entry.is_link else {}  # which may lead anywhere

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from elastic_ext.base import records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
+from elastic_ext.checkpoints.choice.recorded import files_by_rank
 from elastic_ext.checkpoints.directory.catalogue import Known, list_checkpoints
 from elastic_ext.checkpoints.record import stored
 from elastic_ext.checkpoints.record.stored import known_saves, read_save
@@ -254,6 +258,236 @@ def test_files_of_ranks_with_the_word(tmp_path: Path) -> None:
     assert chosen(tmp_path) == "ckpt_200_rank*.pt"
 
 
+BARE, WORD = "ckpt_{}_{}.pt", "ckpt_{}_rank{}.pt"  # whether the names say that the last number is the rank
+_TIMES = itertools.count()
+BOTH = pytest.mark.parametrize("name", [BARE, WORD])
+
+
+def round_of(directory: Path, world: int, *saves: tuple[int, Sequence[int]], name: str = BARE, killed: bool = False) -> None:
+    """These ranks save a file each at these steps. killed: with no step since the last of them."""
+    script = Script(directory, world)
+    for step, ranks in saves:
+        for rank in ranks:
+            saved(directory / name.format(step, rank), TRAINING, next(_TIMES))
+            script.saves(step, name.format(step, rank), rank=rank)
+        if not (killed and (step, ranks) == saves[-1]):
+            script.steps(step + 1)
+    script.record()
+
+
+@BOTH
+@pytest.mark.parametrize("step", [300, 250])
+def test_two_killed_rounds_make_no_save(tmp_path: Path, name: str, step: int) -> None:
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)), name=name)
+    round_of(tmp_path, 2, (300, (0,)), name=name, killed=True)
+    round_of(tmp_path, 2, (step, (1,)), name=name, killed=True)
+    assert chosen(tmp_path) == name.format(200, "*")
+
+
+@BOTH
+def test_a_killed_round_rewrites_one_ranks_file(tmp_path: Path, name: str) -> None:
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)), (300, (0, 1)), name=name)
+    round_of(tmp_path, 2, (300, (0,)), name=name, killed=True)
+    assert chosen(tmp_path) == name.format(200, "*")
+
+
+@BOTH
+def test_files_of_ranks_without_one_moment_are_questions(tmp_path: Path, name: str) -> None:
+    """Each rank removes its older file at once, and one was killed before its own new one."""
+    round_of(tmp_path, 2, (200, (0, 1)), (300, (0,)), name=name, killed=True)
+    (tmp_path / name.format(200, 0)).unlink()
+    stored.AttemptRecord(open_storage(str(tmp_path)), 2).forget(name.format(200, 0))
+    assert "each rank has saved a file of its own" in choice(tmp_path).question
+
+
+def test_ranks_that_step_on_their_own_are_questions(tmp_path: Path) -> None:
+    script = Script(tmp_path, world=2)
+    for step in (100, 200):
+        for rank in (0, 1):
+            saved(tmp_path / f"ckpt_{step}_{rank}.pt", TRAINING, step)
+            script.steps(step + 5 * rank, [rank]).saves(step + 5 * rank, f"ckpt_{step}_{rank}.pt", rank=rank)
+        script.steps(step + 20)
+    script.record()
+    assert "each rank has saved a file of its own" in choice(tmp_path).question
+
+
+def test_another_rank_saves_for_all_in_each_round(tmp_path: Path) -> None:
+    """The last one of a pipeline."""
+    round_of(tmp_path, 2, (100, (1,)), (200, (1,)), name="ckpt_{}.pt")
+    round_of(tmp_path, 4, (300, (3,)), (400, (3,)), name="ckpt_{}.pt")
+    assert chosen(tmp_path) == "ckpt_400.pt"
+
+
+def test_scripts_without_seen_steps_save_per_rank(tmp_path: Path) -> None:
+    """All saves are at count 0, so none is proved. Rank 0 was killed before its last one."""
+    script = Script(tmp_path, world=2)
+    for step in (100, 200, 300):
+        for rank in (0, 1) if step < 300 else (1,):
+            saved(tmp_path / f"ckpt_{step}_{rank}.pt", TRAINING, step)
+            script.saves(0, f"ckpt_{step}_{rank}.pt", rank=rank)
+    script.record()
+    assert chosen(tmp_path) == "ckpt_200_*.pt"
+
+
+def test_the_only_number_may_be_the_rank(tmp_path: Path) -> None:
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)), name="state_{1}.pt")
+    found = scenes.resumed(tmp_path)
+    assert found.files == {rank: str(tmp_path / f"state_{rank}.pt") for rank in (0, 1)}
+
+
+@pytest.mark.parametrize("name", ["ckpt_{}_{}", "step{}_rank{}"])
+def test_a_directory_of_each_rank_is_a_question(tmp_path: Path, name: str) -> None:
+    script = Script(tmp_path, world=2)
+    for step in (100, 200):
+        for rank in (0, 1):
+            script.saves(step, folder(tmp_path / name.format(step, rank), at=step), rank=rank)
+        script.steps(step + 1)
+    script.record()
+    assert "each rank has saved a file of its own" in choice(tmp_path).question
+
+
+def test_directories_of_all_ranks_are_no_question(tmp_path: Path) -> None:
+    """Two rounds were killed when one rank had begun to write, each another one."""
+    script = Script(tmp_path, world=2)
+    for step in (100, 200):
+        name = folder(tmp_path / f"step_{step}", at=step)
+        script.saves(step, f"{name}/model.pt").saves(step, f"{name}/optimizer.pt", rank=1).steps(step + 1)
+    script.record()
+    for rank, (step, file) in enumerate([(300, "model.pt"), (250, "optimizer.pt")]):
+        Script(tmp_path, world=2).saves(step, folder(tmp_path / f"step_{step}", file, at=step), rank=rank).record()
+    assert chosen(tmp_path) == "step_200"
+
+
+@pytest.mark.parametrize("name", ["ckpt_{}_{}_{}.pt", "ckpt_{}_rank{}_{}.pt"])
+@pytest.mark.parametrize(("world", "parts"), [(2, 2), (2, 3), (8, 2), (1, 2)])
+@pytest.mark.parametrize("by_part", [False, True])
+def test_parts_of_ranks_are_a_question(tmp_path: Path, name: str, world: int, parts: int, by_part: bool) -> None:
+    """by_part: all ranks have written a part before the next one begins."""
+    script = Script(tmp_path, world)
+    for step in (100, 200):
+        both = [(rank, part) for rank in range(world) for part in range(parts)]
+        for rank, part in sorted(both, key=lambda each: each[by_part]):
+            saved(tmp_path / name.format(step, rank, part), TRAINING, step)
+            script.saves(step, name.format(step, rank, part), rank=rank)
+        script.steps(step + 1)
+    script.record()
+    assert choice(tmp_path).question
+
+
+def test_a_question_of_other_files_is_none(tmp_path: Path) -> None:
+    script = Script(tmp_path, world=2)
+    for step in (100, 200):
+        saved(tmp_path / f"ckpt_{step}.pt", TRAINING, step)
+        for rank in (0, 1):
+            script.saves(step, folder(tmp_path / f"eval_{step}_{rank}", "model.pt", at=step), rank=rank)
+        script.saves(step, f"ckpt_{step}.pt").steps(step + 1)
+    script.record()
+    assert chosen(tmp_path) == "ckpt_200.pt"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("before", "world", "ranks", "step"), [(2, 4, 3, 200), (2, 4, 4, 300), (4, 2, 2, 300), (4, 2, 1, 200), (1, 4, 3, 200)]
+)
+def test_each_rank_of_the_round_counts(tmp_path: Path, name: str, before: int, world: int, ranks: int, step: int) -> None:
+    """The job has grown, or shrunk, and was killed when so many ranks had saved."""
+    round_of(tmp_path, before, (100, range(before)), (200, range(before)), name=name)
+    round_of(tmp_path, world, (300, range(ranks)), name=name, killed=True)
+    assert chosen(tmp_path) in (name.format(step, "*"), name.format(step, 0))
+
+
+def test_more_files_without_the_record(tmp_path: Path) -> None:
+    """How many ranks that run had is not known."""
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)))
+    scenes.ranks(tmp_path, "ckpt_300_{}.pt", 3, 300)
+    assert chosen(tmp_path) == "ckpt_200_*.pt"
+
+
+@BOTH
+def test_the_file_of_a_rank_has_gone(tmp_path: Path, name: str) -> None:
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)), name=name)
+    (tmp_path / name.format(200, 1)).unlink()
+    assert chosen(tmp_path) == name.format(100, "*")
+    assert "has gone" in choice(tmp_path).passed_over[0].reason
+
+
+@BOTH
+def test_nothing_but_a_part_has_stayed(tmp_path: Path, name: str) -> None:
+    """A job would stop: it was whole."""
+    round_of(tmp_path, 2, (200, (0, 1)), name=name)
+    (tmp_path / name.format(200, 1)).unlink()
+    found = choice(tmp_path)
+    assert (found.resume, found.question) == (None, "")
+    assert found.all_bad
+
+
+@BOTH
+@pytest.mark.parametrize(("world", "ranks"), [(2, (1,)), (4, (0, 1, 2))])
+def test_a_first_save_of_few_ranks(tmp_path: Path, name: str, world: int, ranks: Sequence[int]) -> None:
+    round_of(tmp_path, world, (100, ranks), name=name, killed=True)
+    assert choice(tmp_path).resume is None
+
+
+def test_saves_of_few_ranks_that_are_never_proved(tmp_path: Path) -> None:
+    """One of each node, or the last one of a pipeline, where the record has a hole."""
+    for name, ranks in (("ckpt_{}_{}.pt", (0, 8)), ("model_{}.pt", (7,))):
+        directory = tmp_path / str(len(ranks))
+        script = Script(directory, world=16)
+        for step in (100, 200):
+            for rank in ranks:
+                saved(directory / name.format(step, rank), TRAINING, step)
+                script.steps(step, ranks).saves(step, name.format(step, rank), rank=rank)
+        script.record()
+        assert chosen(directory) == name.format(200, "*")
+
+
+def test_no_save_is_proved_and_one_cut(tmp_path: Path) -> None:
+    """Rank 3 was killed before its file, and it is not known to have made a step."""
+    script = Script(tmp_path, world=4)
+    for step, ranks in ((100, range(4)), (200, range(3))):
+        for rank in ranks:
+            saved(tmp_path / f"ckpt_{step}_{rank}.pt", TRAINING, step)
+            script.saves(step, f"ckpt_{step}_{rank}.pt", rank=rank)
+        script.steps(step + 1, range(3))
+    script.record()
+    assert chosen(tmp_path) == "ckpt_100_*.pt"
+
+
+@BOTH
+def test_copies_beside_files_of_ranks(tmp_path: Path, name: str) -> None:
+    """They are of no save, and belong to no rank."""
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)), name=name)
+    for step, rank in ((100, 7), (200, 7)):
+        shutil.copyfile(tmp_path / name.format(100, 0), tmp_path / name.format(step, rank))
+    assert chosen(tmp_path) == name.format(200, "*")
+    assert sorted(files_by_rank(open_storage(str(tmp_path)), name.format(200, "*"))) == [0, 1]
+    assert choice(tmp_path).resume.reason.startswith("last proved save")  # type: ignore[union-attr]
+
+
+@BOTH
+def test_copies_of_all_files_of_ranks(tmp_path: Path, name: str) -> None:
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)), name=name)
+    for rank in (0, 1):
+        shutil.copyfile(tmp_path / name.format(100, rank), tmp_path / name.format(999, rank))
+    assert chosen(tmp_path) == name.format(200, "*")
+
+
+@BOTH
+@pytest.mark.parametrize(("ranks", "step"), [((0, 1), 300), ((0,), 200)])
+def test_a_job_that_has_shrunk_saves_again(tmp_path: Path, name: str, ranks: Sequence[int], step: int) -> None:
+    """The files of the ranks that it had before are left over; but not those of a rank that was killed."""
+    round_of(tmp_path, 4, (200, range(4)), (300, range(4)), name=name)
+    round_of(tmp_path, 2, (300, ranks), name=name, killed=len(ranks) < 2)
+    assert chosen(tmp_path) == name.format(step, "*")
+    assert sorted(files_by_rank(open_storage(str(tmp_path)), name.format(300, "*"))) == [0, 1]
+
+
+def test_rank_0_saves_for_all_from_now_on(tmp_path: Path) -> None:
+    round_of(tmp_path, 2, (100, (0, 1)))
+    round_of(tmp_path, 2, (200, (0,)), (300, (0,)))
+    assert chosen(tmp_path) == "ckpt_300_0.pt"
+
+
 def test_two_models_of_one_moment_are_a_question(tmp_path: Path) -> None:
     script = Script(tmp_path)
     for name in ("G_100.pt", "D_100.pt"):
@@ -397,21 +631,25 @@ def test_an_unreadable_record_stops_no_job(tmp_path: Path) -> None:
     assert chosen(tmp_path) == "step_200"
 
 
-def test_many_recorded_saves_cost_little(tmp_path: Path) -> None:
-    """One look at the newest, not one for each."""
+@pytest.mark.parametrize(("is_apart", "most"), [(True, 4), (False, 8)])
+def test_many_recorded_saves_cost_little(tmp_path: Path, is_apart: bool, most: int) -> None:
+    """A look at the newest, not one for each. A few more where all seem to be of one moment."""
     storage = open_storage(str(tmp_path))
     trained(tmp_path, 100).record()
     (known,) = known_saves(storage).values()
-    data = storage.read(known.file)
+    save = read_save(storage, known)
+    assert save is not None
     for order in range(1, 3000):
         (tmp_path / f"step_{100 + order}").mkdir()
-        (tmp_path / replace(known, order=order, name=f"step_{100 + order}").file).write_bytes(data)
+        (tmp_path / replace(known, order=order, name=f"step_{100 + order}").file).write_text(
+            records.encode(replace(save, count=100 + order * is_apart), stored.SCHEMA)
+        )
     shutil.copytree(tmp_path / "step_100", tmp_path / "step_3099", dirs_exist_ok=True)
     read: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stored, "read_save", lambda storage, save: read.append(save.name) or read_save(storage, save))
         assert chosen(tmp_path) == "step_3099"
-    assert len(read) <= 4
+    assert len(read) <= most
 
 
 def test_a_form_that_does_not_show_its_end(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class RankSave:
 
 
 @dataclass(frozen=True)
-class Kind:
+class SaveKind:
     """The checkpoints whose names differ only in digits. question: why the user must say which is meant; "": no need."""
 
     members: tuple[Entry, ...]
@@ -73,7 +73,7 @@ def _differing(one: str, other: str) -> set[int]:
     return {at for at, (first, second) in enumerate(pairs) if first != second}
 
 
-def kinds_of(entries: Iterable[Entry], book: RecordBook, pattern: str) -> dict[str, Kind]:
+def kinds_of(entries: Iterable[Entry], book: RecordBook, pattern: str) -> dict[str, SaveKind]:
     """Return the usable entries by kind, with one in place of all files that the ranks wrote for a save.
 
     pattern: the setting checkpoint_pattern, which may leave files of ranks out. Raises OSError.
@@ -93,7 +93,7 @@ def kinds_of(entries: Iterable[Entry], book: RecordBook, pattern: str) -> dict[s
     return found
 
 
-def _kind(members: Sequence[Entry], saves: Mapping[str, KnownSave], book: RecordBook) -> Kind:
+def _kind(members: Sequence[Entry], saves: Mapping[str, KnownSave], book: RecordBook) -> SaveKind:
     """saves: those of the kind by name, also of entries that have gone."""
     rows = _last(saves.values(), book)
     places, question = places_of_ranks(rows, any(each.is_dir for each in members))
@@ -105,21 +105,21 @@ def _kind(members: Sequence[Entry], saves: Mapping[str, KnownSave], book: Record
         sizes = Counter(_group(name, places) for name in {*saves, *(each.name for each in members)})
         owned = {name: own_parts(parts, book) for name, parts in groups.items()}
         found = [candidates.join(name, parts) if sizes[name] > 1 else parts[0] for name, parts in owned.items()]
-    return Kind(tuple(found), question or _parts_question(found, book, 1 if places else 2))
+    return SaveKind(tuple(found), question or _parts_question(found, book, 1 if places else 2))
 
 
 def _group(name: str, places: Sequence[int]) -> str:
     return "".join(candidates.ANY if at in places else part for at, part in enumerate(_NUMBER.split(name)))
 
 
-def _last(known: Iterable[KnownSave], book: RecordBook, whoever: bool = False) -> list[RankSave]:
-    """Return the last saves, newest first, as many as say who writes such files. whoever: the rank does not count."""
+def _last(known: Iterable[KnownSave], book: RecordBook, of_any: bool = False) -> list[RankSave]:
+    """Return the last saves, newest first, as many as say who writes such files. of_any: by any rank."""
     found: list[RankSave] = []
     for each in sorted(known, reverse=True)[:MOST_READ]:
         save = book.read(each)
         if save is not None:
             found.append(RankSave(each.name, (each.attempt, save.count), save.ranks, save.proved))
-        is_one = whoever or len({row.ranks for row in found}) == 1
+        is_one = of_any or len({row.ranks for row in found}) == 1
         if len(found) == ENOUGH == len({row.moment for row in found}) and is_one:
             break
     return found
@@ -129,7 +129,7 @@ def _parts_question(found: Sequence[Entry], book: RecordBook, least: int) -> str
     """Return a question if as many moments as `least` have several checkpoints: each save is of several parts."""
     known = {save: each for each in found if (save := book.known(each)) is not None}
     names = {save.name: each.name for save, each in known.items()}
-    rows = _last(known, book, whoever=True)
+    rows = _last(known, book, of_any=True)
     several = [moment for moment, count in Counter(row.moment for row in rows).items() if count > 1 and moment[1] > 0]
     if len(several) < least:
         return ""

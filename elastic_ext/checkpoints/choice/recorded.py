@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.choice import decisions
 from elastic_ext.checkpoints.choice.decisions import Choice, Contender, PassedOver, Resume, Sight
-from elastic_ext.checkpoints.choice.rank_files import Kind, files_by_rank, kinds_of
+from elastic_ext.checkpoints.choice.rank_files import SaveKind, files_by_rank, kinds_of
 from elastic_ext.checkpoints.formats.candidates import ANY, UNKNOWN, Inspection, numbers_of
 from elastic_ext.checkpoints.record.stored import KnownSave, RecordBook, RecordVerdict, StoredSave, Trust
 from elastic_ext.checkpoints.storage import Entry
@@ -95,7 +95,7 @@ def _is_certain(each: _Usable) -> bool:
     return each.verdict.trust is not Trust.CHANGED
 
 
-def _is_copy(each: _Usable, recorded: Mapping[str, Kind], book: RecordBook, alike: Callable[[Entry, Entry], bool]) -> bool:
+def _is_copy(each: _Usable, recorded: Mapping[str, SaveKind], book: RecordBook, alike: Callable[[Entry, Entry], bool]) -> bool:
     """Return whether the script has made it from an older save of another kind."""
     others = [entry for name, kind in recorded.items() if name != each.kind for entry in kind.members]
     older = sorted(((known, entry) for entry in others if (known := book.known(entry)) and known < each.known), reverse=True)
@@ -135,7 +135,7 @@ def _newest(
 
 
 def _is_of_all_ranks(entry: Entry, book: RecordBook, least: int = 2) -> bool:
-    """Return whether each rank of the round has written a file of its own, and at least so many have."""
+    """Return whether each rank of the round has written a file of its own, and this many have at least."""
     save, files = book.saved(entry), len(entry.parts or (entry,))
     return save is not None and save.world == files >= least
 

@@ -113,6 +113,151 @@ with filesystem.open(f"{root}/step_2/a") as opened: opened.read()
     assert sorted(saves["step_2"].files) == ["step_2/a", "step_2/b"]
 
 
+# How the second file of a save is written again in place, after the first one was; and what the record says, "": it is proved.
+SEEN = "not all of it was seen"
+OPEN = "has neither ended nor begun another save"
+FAILED = "what wrote it beside the training of rank 0 has failed"
+AGAIN: dict[str, tuple[str, str]] = {
+    "closed": ("file(optim)", ""),
+    "text": ("with filesystem.open(path, 'w') as opened: opened.write('data')", ""),
+    "closed twice": ("opened = filesystem.open(path, 'wb'); opened.close(); opened.close()", ""),
+    "while handled": ("try: nothing\nexcept NameError: file(optim)", ""),
+    "exists": ("try: filesystem.open(path, 'xb')\nexcept FileExistsError: pass", FAILED),
+    "copied from nothing": ("try: filesystem.copy(root + '/nothing', path)\nexcept FileNotFoundError: pass", FAILED),
+    "moved from nothing": ("try: filesystem.mv(root + '/nothing', path)\nexcept FileNotFoundError: pass", FAILED),
+    "not closed": ("opened = filesystem.open(path, 'wb'); kept.append(opened)", OPEN),
+    "never closed": ("filesystem.open(path, 'wb').write(b'data')", OPEN),
+    "raises within": ("try:\n  with filesystem.open(path, 'wb'): nothing\nexcept NameError: pass", FAILED),
+    "thrown away": ("opened = filesystem.open(path, 'wb'); opened.discard(); opened.close()", FAILED),
+    "was closed": ("opened = filesystem.open(path, 'wb'); io.BytesIO.close(opened); opened.close()", FAILED),
+    "transaction": ("with filesystem.transaction: file(optim)", SEEN),
+    "committed later": ("with filesystem.open(path, 'wb', autocommit=False) as opened: opened.write(b'data')", SEEN),
+    "compressed": ("with filesystem.open(path, 'wb', compression='gzip') as opened: opened.write(b'data')", SEEN),
+    "skips": ("filesystem.copy(root + '/nothing', path, on_error='ignore')", SEEN),
+    "all below": ("filesystem.copy(root + '/old', path, True, None)", SEEN),
+    "of C": ("filesystem._open = lambda *_, **__: io.BytesIO()\nfile(optim)\ndel filesystem._open", SEEN),
+    "own close": (
+        "made = filesystem.open(root + '/other/x', 'rb'); made.close = lambda: None\n"
+        "filesystem._open = lambda *_, **__: made\nfile(optim)\ndel filesystem._open",
+        SEEN,
+    ),
+    "fails to close": (
+        "closes = memory.MemoryFile.close\ndef fails(file): raise OSError('full')\nmemory.MemoryFile.close = fails\n"
+        "try: file(optim)\nexcept OSError: pass\nmemory.MemoryFile.close = closes",
+        FAILED,
+    ),
+}
+
+
+@pytest.mark.seam
+def test_files_must_be_closed_well(tmp_path: Path) -> None:
+    job = job_at(tmp_path, "memory://bucket/run")
+    parts = [HEAD, "import io\nfrom fsspec.implementations import memory\nkept = []\nstep()\nfile('old/x'); file('other/x')"]
+    for name, (text, _) in AGAIN.items():
+        parts += [f"optim = {name!r} + '/optim'; path = f'{{root}}/{{optim}}'; file({name!r} + '/model'); file(optim); step()"]
+        parts += [f"file({name!r} + '/model')", text, "step()"]
+    (tmp_path / "script.py").write_text("\n".join(parts))
+    job.run("script.py", "memory://bucket/run")
+    last = {each.entry.path: each for each in job.record().saves}
+    said = {name: "" if last[name].proved else last[name].why for name in AGAIN}
+    assert {name: why in said[name] and bool(said[name]) == bool(why) for name, (_, why) in AGAIN.items()} == dict.fromkeys(
+        AGAIN, True
+    ), said
+
+
+@pytest.mark.seam
+def test_a_file_open_over_other_saves(tmp_path: Path) -> None:
+    """Those are saves of their own, and not proved while it is open."""
+    job = job_at(tmp_path, "memory://bucket/run")
+    script = """
+step()
+file("last/model"); left = filesystem.open(f"{root}/last/optim", "wb")
+step()
+for _ in range(2):
+    file("last/model"); file("last/optim")
+    step()
+left.close()
+step()
+file("last/model"); file("last/optim")
+step()
+"""
+    (tmp_path / "script.py").write_text(HEAD + script)
+    job.run("script.py", "memory://bucket/run")
+    assert [(each.count, each.proved) for each in job.record().saves if not each.gone] == [(5, True)]
+    numbers = [each.who for journal in job.journals for each in journal.events if each.kind == "e"]
+    assert len(numbers) == len(set(numbers)) == 8
+
+
+FAILS_ON_S3: dict[str, str] = {
+    "close": "s3fs.core.S3File._upload_chunk = fails\n    with filesystem.open(path, 'wb') as opened: opened.write(b'data')",
+    "pipe": "s3fs.S3FileSystem._call_s3 = fails\n    filesystem.pipe(path, b'data')",
+    "put": "s3fs.S3FileSystem._call_s3 = fails\n    filesystem.put('here', path)",
+    "touch": "s3fs.S3FileSystem._call_s3 = fails\n    filesystem.touch(path)",
+    "mv": "s3fs.S3FileSystem._cp_file = fails\n    filesystem.mv(f'{root}/other', path)",
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", FAILS_ON_S3)
+def test_a_failed_put_on_s3(tmp_path: Path, s3: str, way: str) -> None:
+    """The script goes on, and what was there before stays."""
+    job = job_at(tmp_path, f"{s3}/run")
+    script = """
+import gc, s3fs
+gc.disable()
+def fails(*args, **kwargs): raise OSError("full")
+calls, copies = s3fs.S3FileSystem._call_s3, s3fs.S3FileSystem._cp_file
+open("here", "wb").write(b"data")
+path = f"{root}/last/optim"
+step()
+file("other"); file("last/model"); filesystem.touch(path)
+step()
+filesystem.open(f"{root}/dropped", "wb").write(b"data")
+assert filesystem.exists(f"{root}/dropped")
+file("last/model")
+try:
+    WAY
+except OSError: pass
+s3fs.S3FileSystem._call_s3, s3fs.S3FileSystem._cp_file = calls, copies
+step()
+"""
+    (tmp_path / "script.py").write_text(HEAD + script.replace("WAY", FAILS_ON_S3[way]))
+    job.run("script.py", f"{s3}/run")
+    saves = [each for each in job.record().saves if each.entry.path == "last"]
+    assert [(each.count, each.proved) for each in saves] == [(1, True), (2, False)]
+    assert saves[0].files.keys() == {"last/model", "last/optim"}
+    assert FAILED in saves[1].why
+
+
+@pytest.mark.seam
+def test_functions_of_fsspec_stay_as_they_are(tmp_path: Path) -> None:
+    job = job_at(tmp_path, "memory://bucket/run")
+    script = """
+import fsspec.asyn, inspect, pickle
+kind = fsspec.AbstractFileSystem
+for function in (kind.open, kind.copy, kind.rm, fsspec.asyn.sync_wrapper):
+    assert pickle.loads(pickle.dumps(function)) is function
+    assert function.__doc__
+assert list(inspect.signature(kind.copy).parameters)[:4] == ["self", "path1", "path2", "recursive"]
+file("old/x")
+filesystem.copy(f"{root}/old/x", f"{root}/new", False, None)
+filesystem.copy(path1=f"{root}/old/x", path2=f"{root}/named")
+def opens(): filesystem.open(f"{root}/old/x", mode=None)
+for call in (opens, filesystem.copy, kind.rm, kind.open):
+    try: call()
+    except TypeError as error: print(error)
+    else: raise SystemExit(1)
+opened = filesystem.open(f"{root}/open", "wb")
+pickle.dumps(vars(opened)["_elastic_ext_writes"])
+step()
+"""
+    (tmp_path / "script.py").write_text(HEAD + script)
+    shown = job.run("script.py", "memory://bucket/run")
+    assert "NoneType" in shown
+    assert "copy() missing 2 required positional arguments" in shown
+    assert {each.entry.path for each in job.record().saves} == {"old", "new", "named", "open"}
+
+
 @pytest.mark.seam
 @pytest.mark.parametrize("line", ["filesystem.open(root + '/x', 'nonsense')", "filesystem.copy('nowhere/x', root + '/y')"])
 def test_errors_of_filesystems_reach_the_script(tmp_path: Path, line: str) -> None:

@@ -30,10 +30,10 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints import verifying
 from elastic_ext.checkpoints.agreement import messages
 from elastic_ext.checkpoints.agreement.messages import Agreement, NewestSaved, Offers, Tier
-from elastic_ext.checkpoints.choice import hints, listing, recorded
+from elastic_ext.checkpoints.choice import hints, listing, rank_files
 from elastic_ext.checkpoints.choice.decisions import Choice, Resume
 from elastic_ext.checkpoints.directory import own_files, tiers
-from elastic_ext.checkpoints.formats import candidates, detect
+from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import Inspection, order_of, order_or_oldest
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 
@@ -237,7 +237,7 @@ class _NodeSide:
         if not agreement.name:
             return Resumption("", step, reason, agreement.passed_over)
         directory = self._directory(agreement)
-        files = recorded.files_by_rank(directory, agreement.name)
+        files = rank_files.files_by_rank(directory, agreement.name)
         return Resumption(directory.path(agreement.name), step, reason, local=agreement.tier == Tier.LOCAL, files=files)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
@@ -264,7 +264,7 @@ def await_visible(storage: Storage, name: str, deadline: float) -> None:
     """Wait until this node sees a complete checkpoint. Raises UsageError at the deadline (time.monotonic())."""
 
     def look() -> Inspection | None:
-        entry = candidates.entry_of(storage, name)
+        entry = rank_files.own_entry(storage, name)
         return detect.check(storage, entry, named=True) if entry is not None else None
 
     found = poll(look, lambda seen: seen is not None and seen.complete, deadline)

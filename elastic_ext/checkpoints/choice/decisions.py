@@ -145,7 +145,12 @@ class Sight:
         """Return the inspection of a member, as incomplete if it lacks what older ones have. members: newest first."""
         entry, older = members[at], members[at + 1 : at + 1 + OLDER]
         found = beside_older(entry, self.inspect(entry), map(self.glance or self.inspect, older), entry.name in self.tracked)
-        missing = _missing_beside(entry, older, self.left_out) if found.complete else ""
+        if not found.complete:
+            return found
+        missing = _missing_beside(entry, older, self.left_out)
+        alone = None if entry.parts or entry.is_dir or self.pattern else candidates.rank_name(entry.name)
+        if alone is not None and any(alone.ranks):
+            missing = "the file of rank 0 is missing"
         return replace(found, complete=False, reason=missing, compared=True) if missing else found
 
 
@@ -161,13 +166,12 @@ def choose(entries: Iterable[Entry], sight: Sight) -> Choice:
     passed_over = [PassedOver(entry.path, entry.unusable) for entry in listed if entry.unusable]
     found = families([entry for entry in listed if not entry.unusable], sight.pattern)
     contenders: list[Contender] = []
+    questions: dict[str, str] = {}  # by family; asked if it is the one that would be chosen
     for family in found:
         if contenders and not _may_matter(family, contenders):
             continue
         exact = candidates.is_exact(family.members[0].name, sight.pattern)
-        members, question = _in_order(family, sight) if not exact else (family.members, "")
-        if question:
-            return Choice(None, tuple(passed_over), question)
+        members, questions[family.pattern] = _in_order(family, sight) if not exact else (family.members, "")
         for at, entry in enumerate(members):
             inspection = sight.seen(at, members)
             if inspection.complete:
@@ -180,6 +184,7 @@ def choose(entries: Iterable[Entry], sight: Sight) -> Choice:
     if not contenders:
         return Choice(None, tuple(passed_over))
     best, question = resolve(contenders)
+    question = question or questions[best.family.pattern]
     if question:
         return Choice(None, tuple(passed_over), question)
     return Choice(_resume(best, sight.pattern, len(found)), tuple(passed_over))
@@ -192,8 +197,8 @@ def _in_order(family: NameFamily, sight: Sight) -> tuple[Sequence[Entry], str]:
     no other one is looked at.
     """
     members, look = family.members, functools.cache(sight.glance or sight.inspect)
-    pieces = _pieces(members)
-    if pieces and not _are_apart([look(each) for each in pieces]):
+    pieces = [each for each in _pieces(members) if look(each).complete]
+    if len(pieces) > 1 and not _are_apart([look(each) for each in pieces]):
         return members, f"{', '.join(sorted(each.name for each in pieces)[:4])} are of one save: {OWN_FILES}"
     by_time = sorted(members, key=lambda each: or_oldest(each.mtime), reverse=True)
     agrees = look(members[0]).step in (None, step_of(members[0].name))

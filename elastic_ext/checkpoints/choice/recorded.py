@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 
 from elastic_ext.checkpoints.choice import decisions
 from elastic_ext.checkpoints.choice.decisions import Choice, Contender, PassedOver, Resume, Sight
-from elastic_ext.checkpoints.choice.rank_files import SaveKind, files_by_rank, kinds_of
+from elastic_ext.checkpoints.choice.rank_files import SaveKind, kinds_of
+from elastic_ext.checkpoints.formats import candidates, layouts
 from elastic_ext.checkpoints.formats.candidates import ANY, UNKNOWN, Inspection, numbers_of
 from elastic_ext.checkpoints.record.stored import KnownSave, RecordBook, RecordVerdict, StoredSave, Trust
 from elastic_ext.checkpoints.storage import Entry
 
-__all__ = ["choose", "files_by_rank"]
-
 MOST_FOREIGN = 4  # kinds that are looked at only to say that they are there
 MOST_COMPARED = 32  # saves, the last ones
+NO_END = "its save was not proved, nothing in it shows its end, and no earlier save shows what it needs"
 FOREIGN = "it was written later, but no save of it is recorded: if this job is to go on from it, set resume_from to its name"
 
 
@@ -113,6 +113,8 @@ def _newest(
     recorded = sorted(((known, each) for each in members if (known := book.known(each)) is not None), reverse=True)
     last, newest = recorded[0][0], numbers_of(recorded[0][1].name)
     later = [(last, each) for each in members if book.known(each) is None and numbers_of(each.name) > newest]
+    # Which rank wrote a file is not known where neither its name nor the record says it.
+    later = [each for each in later if not each[1].parts or candidates.rank_name(each[1].parts[0].name) is not None]
     later = [each for each in later if not any(sight.alike(each[1], entry) for _, entry in recorded[:MOST_COMPARED])]
     later.sort(key=lambda each: numbers_of(each[1].name), reverse=True)
     in_order = [*later, *recorded]
@@ -125,7 +127,9 @@ def _newest(
             older = [each for _, each in in_order[at : at + MOST_COMPARED]]
             is_only = sum(each.attempt == known.attempt for each, _ in recorded) == 1
             usual = next((each for each in older if book.proved_files(each) or _is_of_all_ranks(each, book)), None)
-            reason = _lacks(entry, verdict, usual, book, is_only)
+            save = verdict.save
+            shows_end = usual is not None or inspection.format != layouts.FILES or save is None or save.usual > 0
+            reason = _lacks(entry, verdict, usual, book, is_only) if shows_end else NO_END
         if not reason:
             return _Usable(kind, entry, known, inspection, verdict)
         if inspection.format != UNKNOWN or inspection.distrusted:

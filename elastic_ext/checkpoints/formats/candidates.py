@@ -282,7 +282,7 @@ MAX_RANKS = 1 << 20  # a grid with more is a mistake in a name
 def grouped(entries: Iterable[Entry]) -> list[Entry]:
     """Return the entries, with one in place of all files that the ranks wrote for the same checkpoint.
 
-    A single file of rank 0 stays as it is, unless another checkpoint of its family has several: it wrote for all.
+    A single file that names a rank stays as it is, unless another checkpoint of its family has several: rank 0 wrote for all.
     """
     listed = list(entries)
     groups: defaultdict[str, list[tuple[Entry, RankName]]] = defaultdict(list)
@@ -290,7 +290,7 @@ def grouped(entries: Iterable[Entry]) -> list[Entry]:
         found = None if entry.is_dir or entry.unusable else rank_name(entry.name)
         if found is not None:
             groups[found.pattern].append((entry, found))
-    several = {family_of(each) for each, members in groups.items() if len(members) > 1 or any(members[0][1].ranks)}
+    several = {family_of(pattern) for pattern, members in groups.items() if len(members) > 1}
     joined = {pattern: members for pattern, members in groups.items() if family_of(pattern) in several}
     alone = {entry.name for members in joined.values() for entry, _ in members}
     left = [entry for entry in listed if entry.name not in alone]

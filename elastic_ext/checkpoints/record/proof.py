@@ -4,7 +4,8 @@ A save is what was written to one entry until that was over. Proved are those of
 
 (a) Each piece of writing is over. That of the thread that trains is, when this thread has since made a step with an optimizer
     that had made one before the save; or has removed an older proved save of no more files; or has left the script without an
-    exception. That of another thread, work item or child is, when it has ended. Each is, when it has begun the next save.
+    exception. That of another thread, work item or child is, when it has ended. Each is, when it has begun the next save. A file
+    below a URL is a work item of its own, too: it has ended when it was closed, and failed when that, or the upload, has.
 (b) Every rank of the round has made more steps than the save has, or has left the script so, or is through with its own pieces.
 (c) It has no fewer files than the last proved save before it with a name that differs in digits only; or the same ones as
     another one since.
@@ -54,6 +55,7 @@ class RecordedSave:
         why: what proves it, or what is missing.
         gone: it has been removed, or written again, since.
         changes: another number than before: something of it was written or removed.
+        usual: number of files that the last proved save of its name had written; 0: none was proved.
     """
 
     order: int
@@ -66,6 +68,7 @@ class RecordedSave:
     why: str
     gone: bool = False
     changes: int = 0
+    usual: int = 0
 
     @property
     def kind(self) -> str:
@@ -292,4 +295,5 @@ class _Judge:
             why=why,
             gone=save.gone,
             changes=save.changes,
+            usual=max((self.files.get(each, 0) for each in save.names), default=0),
         )

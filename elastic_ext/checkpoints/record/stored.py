@@ -24,7 +24,7 @@ from elastic_ext.checkpoints.directory.own_files import MARKERS
 from elastic_ext.checkpoints.formats.candidates import ANY, order_of
 from elastic_ext.checkpoints.record.fold import EntryRead, pattern_of
 from elastic_ext.checkpoints.record.proof import RecordedSave
-from elastic_ext.checkpoints.storage import Entry, Storage, files_of, is_away
+from elastic_ext.checkpoints.storage import Entry, LocalStorage, Storage, files_of, is_away
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,9 @@ class StoredSave:
     """What is known of a save, and what was there then.
 
     proved: it is whole. why: what proves it, or what is missing, for people. count: optimizer steps of that round when the save
-    began. ranks: which wrote it. world: number of ranks. written: number of files that this save wrote. kept: number of those
-    that were there before, and that it has not written again. loads: names, with "#" for digits, of recorded entries that the
-    job's scripts were seen to read before their first step.
+    began. ranks: which wrote it. world: number of ranks. written: number of files that this save wrote, or was about to. kept:
+    number of those that were there before, and that it has not written again. loads: names, with "#" for digits, of recorded
+    entries that the job's scripts were seen to read before their first step. usual: see `RecordedSave`.
     """
 
     proved: bool
@@ -72,6 +72,7 @@ class StoredSave:
     kept: records.Count
     files: tuple[RecordedFile, ...]
     loads: tuple[str, ...] = ()
+    usual: records.Count = 0
 
     @property
     def kinds(self) -> Counter[str]:
@@ -246,8 +247,7 @@ class RecordBook:
         worst = max(found, key=lambda each: list(Trust).index(each.trust))
         attempts = {known.attempt for each in parts if (known := self._known.get(each.name)) is not None}
         counts = {each.save.count for each in found if each.save is not None}
-        alone = any(each.save is not None and not each.save.proved for each in found)  # the round had not written the others
-        changed = {each.trust is Trust.CHANGED or (each.save is None and alone) for each in found}
+        changed = {each.trust is Trust.CHANGED for each in found}
         if len(changed) > 1 or (False in changed and max(len(attempts), len(counts)) > 1):
             return RecordVerdict(Trust.TORN, "its files are of several saves", worst.save)
         gone = self._gone(entry) if entry.parts else ""
@@ -273,12 +273,38 @@ class RecordBook:
         return RecordVerdict(*trust(save, found), save, kinds)
 
 
-def kept_of(found: Mapping[str, Entry], save: RecordedSave, before: StoredSave | None) -> int:
-    """Return how many files of an entry are of older saves: of its round, or of the one before, as recorded. Pure."""
+def kept_of(found: Mapping[str, Entry], save: RecordedSave, before: StoredSave | None, unwritten: Collection[str] = ()) -> int:
+    """Return how many files of an entry are of older saves: of its round, or of the one before, as recorded. Pure.
+
+    unwritten: see `unwritten_of`. A single file is of one save.
+    """
     begin = len(save.entry.path) + 1
     written, known = {path[begin:] for path in save.written}, {path[begin:] for path in save.files}
-    same = {each.name for each in before.files if not _differs(each, found.get(each.name))} if before is not None else set()
-    return len(((known & found.keys()) | same) - written)
+    kept = (((known & found.keys()) | _unchanged(found, before)) - written) | {*unwritten}
+    return len(kept) if len(found) > 1 else 0
+
+
+def unwritten_of(found: Mapping[str, Entry], save: RecordedSave, before: StoredSave | None) -> frozenset[str]:
+    """Return the files below a URL that the save was about to write, but that are as the one before has left them. Pure.
+
+    To write them may have failed, or was done within the same second. On a disk a write that has failed is noted, and copies keep
+    the times of their originals.
+    """
+    begin = len(save.entry.path) + 1
+    return frozenset(_unchanged(found, before) & {path[begin:] for path in save.written})
+
+
+def is_as_before(found: Mapping[str, Entry], before: StoredSave | None) -> bool:
+    """Return whether nothing of an entry has changed since that record, as where it was moved away and back. Pure.
+
+    Times of whole seconds cannot say that.
+    """
+    fine = all(each.mtime is not None and each.mtime != int(each.mtime) for each in found.values())
+    return fine and found.keys() == _unchanged(found, before)
+
+
+def _unchanged(found: Mapping[str, Entry], before: StoredSave | None) -> set[str]:
+    return {each.name for each in before.files if not _differs(each, found.get(each.name))} if before is not None else set()
 
 
 class AttemptRecord:
@@ -290,6 +316,7 @@ class AttemptRecord:
         self._known = known_saves(storage)
         self._attempt = max((each.attempt for each in self._known.values()), default=0) + 1
         self._earlier = frozenset(self._known)
+        self._older: dict[str, StoredSave] = {}  # by name: of an entry that this round has recorded, the save before that
         there = {each.name for each in storage.listed()}  # NFS may not show yet what another host has saved in the last round
         for name in [each.name for each in self._known.values() if each.name not in there and each.attempt < self._attempt - 1]:
             self.forget(name)
@@ -321,8 +348,14 @@ class AttemptRecord:
         name = save.entry.path
         ranks = {path[len(name) + 1 :]: rank for path, rank in save.files.items()}
         files = tuple(RecordedFile(path, each.size, each.mtime or 0.0, ranks.get(path, -1)) for path, each in found.items())
-        known, before = KnownSave(self._attempt, save.order, name), self._known.get(name)
+        known, last = KnownSave(self._attempt, save.order, name), self._known.get(name)
+        before = self._before(known, last)
+        if is_as_before(found, before):
+            return
         doubt = self._doubt(found, ranks.keys(), name) if save.proved else ""
+        left = sorted(unwritten_of(found, save, before)) if not isinstance(self._storage, LocalStorage) else []
+        if left and save.proved:
+            doubt = doubt or f"{len(left)} of its files are as an older save has left them: {', '.join(left[:MOST_SHOWN])}"
         stored = StoredSave(
             proved=save.proved and not doubt,
             why=doubt or save.why,
@@ -330,14 +363,24 @@ class AttemptRecord:
             ranks=save.ranks,
             world=self._world,
             written=len(save.written),
-            kept=kept_of(found, save, read_save(self._storage, before) if before is not None else None),
+            kept=kept_of(found, save, before, left),
             files=files,
             loads=self._loads_with(reads),
+            usual=save.usual,
         )
         self._storage.put(known.file, records.encode(stored, SCHEMA).encode())
         self._known[name] = known
-        if before is not None and before != known:
-            self._remove(before)
+        if last is not None and last != known:
+            self._remove(last)
+
+    def _before(self, known: KnownSave, last: KnownSave | None) -> StoredSave | None:
+        """Return the record of the save before this one. last: the last one of its entry, which may be of this save itself."""
+        if last != known:
+            before = read_save(self._storage, last) if last is not None else None
+            self._older.pop(known.name, None)
+            if before is not None:
+                self._older[known.name] = before
+        return self._older.get(known.name)
 
     def _doubt(self, found: Mapping[str, Entry], seen: Collection[str], name: str) -> str:
         """Return why an entry may not be whole although the save is proved, for people; "": for no reason."""
@@ -370,6 +413,7 @@ class AttemptRecord:
     def forget(self, name: str) -> None:
         """An entry has gone: remove its file. Raises OSError."""
         known = self._known.pop(name, None)
+        self._older.pop(name, None)
         if known is not None:
             self._remove(known)
 

@@ -11,7 +11,8 @@ Each is there before what it describes happens, and is still there after SIGKILL
     elastic_ext-saves 1 RANK PID PARENT    PARENT: pid of the process that forked this one; 0: it is the worker itself
 
 and each other one begins with KIND, COUNT (the worker's optimizer steps by then), NS (time.monotonic_ns()) and WHO, a number for
-each thread and work item of a pool, which is never used again (0: the main thread), with "h" behind it within a signal handler:
+each thread, work item of a pool and file written below a URL, which is never used again (0: the main thread), with "h" behind it
+within a signal handler:
 
     w AT PATH             opens this file for writing, or truncates it. AT: number of the directory; PATH: relative to it
     l AT PATH             makes this another name of a file: what is written to one is in the other
@@ -213,13 +214,26 @@ class SaveRecord:
         ):
             self.note("r", self._writers.this(), *_fields(place))
 
-    def notes(self, kind: str, place: "Place") -> None:
-        """Something below a URL is about to be written (w, l), removed (d) or read (r), which this process cannot look at."""
+    def notes(self, kind: str, place: "Place", items: "list[int]") -> None:
+        """Something below a URL is about to be written (w, l), removed (d) or read (r), which this process cannot look at.
+
+        Add the number of its work item, if it is a file that is written: call `ends` with that.
+        """
         if kind == "r" and place[0] >= 0 and self._seen.add(place, ""):
             self.note(kind, self._writers.this(), *_fields(place))
         elif kind != "r" and place[0] >= 0:
-            self.note(kind, self._checked(), *_fields(place), in_handler=self._writers.in_handler())
+            writers = [who := self._checked()]
+            if kind == "w":
+                writers += [self._writers.other(), who]  # the thread comes last: it has written the file, see `fold.py`
+                items.append(writers[1].number)
+            in_handler = self._writers.in_handler()
+            for each in writers:
+                self.note(kind, each, *_fields(place), in_handler=in_handler)
             self._changed(place)
+
+    def ends(self, kind: str, number: int) -> None:
+        """A work item of `notes` has ended well (e) or not (f)."""
+        self.note(kind, self._writers.other(number))
 
     def hands_over(self, path: object) -> "Callable[[WatchedFuture], None]":
         """Another process will write this. Return what is to be called with its future."""

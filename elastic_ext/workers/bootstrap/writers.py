@@ -160,8 +160,9 @@ class SaveWriters:
             return self._of_main
         return self.this()
 
-    def other(self) -> SaveWriter:
-        return SaveWriter(next(self._numbers))
+    def other(self, number: int = 0) -> SaveWriter:
+        """Return a work item with this number; 0: a new one."""
+        return SaveWriter(number or next(self._numbers))
 
     def follow(self, who: SaveWriter, future: "WatchedFuture", group: "Group" = _ALONE) -> None:
         """Note the end of this work item."""

@@ -43,6 +43,10 @@ SCENES: dict[str, tuple[Scene, str | None]] = {
         {f"ckpt_{step}_{rank}.pt": (at(step), step * 9) for step in (100, 200) for rank in (0, 8)},
         "?",
     ),
+    "ranks of an older run beside a newer one": (
+        {**{f"ckpt_100_{rank}.pt": (TRAINING, rank) for rank in (0, 1)}, "step_300.pt": (TRAINING, HOUR)},
+        "step_300.pt",
+    ),
     "ranks in place": ({f"state{rank}.pt": (TRAINING, rank / 10) for rank in range(4)}, "?"),
     "the first save, of which rank 0 wrote nothing": ({"s_100_rank1.pt": (TRAINING, 0)}, None),
     "parts that say different steps": ({f"ckpt_5_{number}.pt": (at(10 * number), number) for number in range(4)}, "ckpt_5_3.pt"),

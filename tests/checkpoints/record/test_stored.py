@@ -14,6 +14,7 @@ from elastic_ext.checkpoints.record.proof import RecordedSave
 from elastic_ext.checkpoints.record.stored import (
     SAVES,
     SCHEMA,
+    AttemptRecord,
     KnownSave,
     RecordBook,
     RecordedFile,
@@ -24,6 +25,7 @@ from elastic_ext.checkpoints.record.stored import (
     known_saves,
     read_save,
     trust,
+    unwritten_of,
 )
 from elastic_ext.checkpoints.storage import Entry, open_storage
 from tests.checkpoints.record.recording import Script
@@ -73,6 +75,41 @@ def test_what_a_save_has_not_written_was_kept() -> None:
     assert kept_of(found, save, None) == 1  # c, of its round
     assert kept_of(found, save, SAVE) == 2  # and b, as it was recorded
     assert kept_of(there(a=(11, 50.0), b=(20, 300.0)), save, SAVE) == 0
+    found = there(a=(10, 100.25), b=(20, 300.0))
+    assert kept_of(found, save, SAVE) == 0
+    assert unwritten_of(found, save, SAVE) == {"a"}  # which it was about to write
+    assert kept_of(found, save, SAVE, {"a"}) == 1
+    assert kept_of(there(a=(10, 100.25)), save, SAVE, {"a"}) == 0  # all there is
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+def test_a_file_that_keeps_its_time(tmp_path: Path, where: str) -> None:
+    """Below a URL, to write it may have failed. On a disk it was copied with its time."""
+    storage = open_storage(str(tmp_path) if where == "local" else f"memory://bucket/{tmp_path.name}")
+    for content in (b"one", b"another"):
+        attempt = AttemptRecord(storage, 1)
+        storage.put("last/a", content)
+        if content == b"one":
+            storage.put("last/b", b"data")
+        paths = {"last/a": 0, "last/b": 0}
+        save = RecordedSave(0, SavePath(0, "last"), paths, frozenset(paths), 5, (0,), True, "a step since")
+        for _ in range(2):  # its own record is not that of an older save
+            attempt.write(save, attempt.listed(save), [])
+            stored = read_save(storage, known_saves(storage)["last"])
+            assert stored is not None
+            assert stored.proved is (where == "local" or content == b"one"), stored.why
+    verdict = trust(stored, files_at(storage, "last"))[0]
+    assert verdict is (Trust.PROVED if where == "local" else Trust.TORN)
+
+
+def test_an_entry_that_is_as_before(tmp_path: Path) -> None:
+    """It was moved away and back: it is the older save."""
+    storage = open_storage(str(tmp_path))
+    storage.put("last/a", b"data")
+    os.utime(tmp_path / "last" / "a", (100.25, 100.25))
+    for _ in range(2):
+        Script(tmp_path).saves(1, "last").steps(2).record()
+        assert known_saves(storage)["last"].attempt == 1
 
 
 def test_the_last_save_of_an_entry_counts(tmp_path: Path) -> None:

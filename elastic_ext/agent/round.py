@@ -173,6 +173,7 @@ class RunningRound:
             collectives,
             hashed_by(self.workers),
             next((row.steps_before for row in rows if row.steps_before is not None), self.resume.step),
+            self.resume.checkpoint.save_number,
         )
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from elastic_ext.failures import policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
 from elastic_ext.failures.history import Nodes
-from elastic_ext.failures.ledger import JobVerdict, Ledger, PastFailure, Report, past_failure, precedents
+from elastic_ext.failures.ledger import JobVerdict, Ledger, PastFailure, Report, began_after, past_failure, precedents
 from elastic_ext.failures.rules import FILES, HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS, STOPPED
 
 VICTIM = 120  # characters of a victim's message
@@ -357,7 +357,7 @@ def _compared(
     diagnosis: Diagnosis, report: Report, ledger: Ledger, circumstances: Circumstances
 ) -> tuple[PastFailure, policy.Budget, tuple[Precedent, ...]]:
     """Return the ledger's record of this failure, the budget that is left for it, and the earlier ones compared with it."""
-    now = past_failure(diagnosis, report.resumed_at, report.resumed_from, report.saved_at)
+    now = past_failure(diagnosis, report.resumed_at, report.resumed_from, report.saved_at, report.save_number)
     budget = _budget(ledger, now, circumstances)
     return now, budget, precedents(now, ledger.failures, budget.charged, report.ranks)
 
@@ -375,7 +375,4 @@ def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> p
 
 def _saved_since(earlier: Sequence[PastFailure], now: PastFailure) -> bool:
     """Return whether this round began at a later checkpoint than every earlier round, so that the charged restarts paid off."""
-    if now.resumed_at is None or not earlier:
-        return False
-    before = [failure.resumed_at for failure in earlier]
-    return all(at is not None and at < now.resumed_at for at in before)
+    return bool(earlier) and all((began_after(failure, now) or 0) > 0 for failure in earlier)

@@ -44,6 +44,7 @@ class PastFailure(Traits):
     saved_at: int | None = None  # step of the newest checkpoint then; None: unknown
     rank: Rank = -1  # of the worker; -1: unknown
     rule: str = ""  # of its diagnosis; "": unknown
+    save_number: int | None = None  # see `Report`; 0: it started from nothing
 
     @property
     def step(self) -> int | None:
@@ -52,10 +53,14 @@ class PastFailure(Traits):
 
 
 def past_failure(
-    diagnosis: Diagnosis, resumed_at: int | None, resumed_from: str = "", saved_at: int | None = None
+    diagnosis: Diagnosis,
+    resumed_at: int | None,
+    resumed_from: str = "",
+    saved_at: int | None = None,
+    save_number: int | None = None,
 ) -> PastFailure:
     """Return the ledger's record of a root cause."""
-    evidence = diagnosis.evidence
+    evidence, from_nothing = diagnosis.evidence, resumed_at == 0 and not resumed_from
     return PastFailure(
         diagnosis.fingerprint,
         evidence.step,
@@ -71,6 +76,7 @@ def past_failure(
         lost_node=of_lost_node(diagnosis),
         rank=evidence.rank,
         rule=diagnosis.rule,
+        save_number=0 if from_nothing else save_number,
     )
 
 
@@ -120,28 +126,38 @@ def progress(past: PastFailure, later: PastFailure) -> bool | None:
     Some scripts do two optimizer steps in what their checkpoints call one. A try that has gone back to an earlier checkpoint
     after a NaN has more of them behind it at the same place, so that it got further shows by a later checkpoint only.
     """
-    begins_known = past.resumed_at is not None and later.resumed_at is not None
+    since = began_after(past, later)
     if later.first_step_done is False:
         # Steps of non-torch optimizers are not counted; then only checkpoints show progress.
-        return past.first_step_done is False and begins_known and (later.resumed_at or 0) > (past.resumed_at or 0)
+        return past.first_step_done is False and (since or 0) > 0
     if past.steps is None or later.steps is None:
         return None
-    reached_then = past.steps + (past.resumed_at or 0 if begins_known else 0)
-    reached_now = later.steps + (later.resumed_at or 0 if begins_known else 0)
-    if reached_now > reached_then:
+    in_steps = None not in (past.resumed_at, later.resumed_at)
+    gained = later.steps - past.steps + (since or 0 if in_steps else 0)
+    if gained > 0:
         saved = None not in (past.saved_at, later.saved_at) and (later.saved_at or 0) > (past.saved_at or 0)
         return True if saved or not _may_have_gone_back(past, later) else None
-    if reached_now == reached_then or (begins_known and past.resumed_at == later.resumed_at):
-        return False
+    if not in_steps and (since or 0) > 0:
+        return True if gained == 0 else None
+    return False if gained == 0 or since == 0 else None
+
+
+def began_after(past: PastFailure, later: PastFailure) -> int | None:
+    """Return how many steps later than the past try the later one began; None if unknown.
+
+    Where checkpoints have no step, the record of saves shows which was saved later. Then only the sign of the result counts.
+    """
+    for then, now in ((past.resumed_at, later.resumed_at), (past.save_number, later.save_number)):
+        if then is not None and now is not None:
+            return now - then
     return None
 
 
 def _may_have_gone_back(past: PastFailure, later: PastFailure) -> bool:
     if past.kind != NUMERIC:  # no other failure after a step takes a job back to an earlier checkpoint
         return False
-    if past.resumed_at is None or later.resumed_at is None:
-        return past.resumed_from != later.resumed_from
-    return later.resumed_at < past.resumed_at
+    since = began_after(past, later)
+    return since < 0 if since is not None else past.resumed_from != later.resumed_from
 
 
 SCHEMA = 1
@@ -172,6 +188,9 @@ class Report:
     collectives: tuple[Collective, ...] = ()  # those in which its workers waited when the job hung
     hashed: tuple[Hashed, ...] = ()  # the hashes of their replicas; see `joint_evidence`
     counts_from: int | None = None  # step of the job at which their workers have begun to count; None: unknown
+    # Of the checkpoint that the round started from, in the record of the job's saves: the greater was saved later. None: it is
+    # not recorded, or its round had made no step before.
+    save_number: int | None = None
 
     @property
     def follows(self) -> bool:

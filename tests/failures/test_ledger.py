@@ -500,6 +500,16 @@ def test_a_later_checkpoint_gives_the_budget_back():
         assert verdict.restarts == charged
 
 
+def test_a_later_save_without_step_refunds_the_budget():
+    """The first round began from nothing. One that is not recorded says nothing."""
+    ledger = Ledger()
+    for (resumed_at, number), charged in (((0, None), 1), ((None, 4), 1), ((None, 4), 2), ((None, 9), 1), ((None, None), 2)):
+        told = report("ha", exit_code=40 + len(ledger.failures), resumed_at=resumed_at)
+        ledger, verdict = judge({"a": dataclasses.replace(told, save_number=number)}, ledger, RULES, 1)
+        ledger = decode_ledger(encode_ledger(ledger))
+        assert verdict.restarts == charged
+
+
 def test_a_node_that_fails_twice_alike_leaves():
     segv = {"a": report("ha", signal="SIGSEGV", step=3, resumed_at=0)}
     _, (first, second) = again(segv, 2, moves=8)

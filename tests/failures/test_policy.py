@@ -795,6 +795,18 @@ def test_a_broken_checkpoint_is_skipped_on_restarts_only():
         (PastFailure("f", 812, None, True), PastFailure("f", 812, None, True), False),
         (PastFailure("f", 812, None, True), PastFailure("f", 900, None, True), True),
         (PastFailure("f", 812, None, True), PastFailure("f", 700, None, True), None),  # a job may resume by itself
+        # Checkpoints without a step: the record of saves knows which was saved later.
+        (PastFailure("f", 40, None, True, save_number=7), PastFailure("f", 40, None, True, save_number=9), True),
+        (PastFailure("f", 40, None, True, save_number=7), PastFailure("f", 12, None, True, save_number=9), None),
+        (PastFailure("f", 40, None, True, save_number=9), PastFailure("f", 40, None, True, save_number=7), False),
+        (PastFailure("f", 40, None, True, save_number=7), PastFailure("f", 12, None, True, save_number=7), False),
+        (PastFailure("f", 40, 0, True, save_number=0), PastFailure("f", 40, None, True, save_number=9), True),
+        (PastFailure("f", 0, None, False, save_number=7), PastFailure("f", 0, None, False, save_number=9), True),
+        (
+            PastFailure("f", 40, 800, True, save_number=7),
+            PastFailure("f", 40, 800, True, save_number=9),
+            False,
+        ),  # steps are known
         (PastFailure("f"), PastFailure("f"), None),
     ],
 )

@@ -122,6 +122,22 @@ AGAIN: dict[str, tuple[str, str]] = {
     "text": ("with filesystem.open(path, 'w') as opened: opened.write('data')", ""),
     "closed twice": ("opened = filesystem.open(path, 'wb'); opened.close(); opened.close()", ""),
     "while handled": ("try: nothing\nexcept NameError: file(optim)", ""),
+    "opened while handled": ("try: nothing\nexcept NameError: opened = filesystem.open(path, 'wb')\nopened.close()", ""),
+    "cached": ("with fsspec.open(f'simplecache::{url}/{optim}', 'wb') as opened: opened.write(b'data')", ""),
+    "after an iterator": (
+        "file('other/y'); fsspec.AbstractFileSystem.rm(filesystem, iter([root + '/other/y'])); file(optim)",
+        "",
+    ),
+    "raises within a cached one": (
+        "try:\n  with fsspec.open(f'simplecache::{url}/{optim}', 'wb'): nothing\nexcept NameError: pass",
+        FAILED,
+    ),
+    "dropped by an error": (
+        "def save():\n  opened = filesystem.open(path, 'wb'); nothing\n"
+        "filesystem._open = lambda *given, **_: spec.AbstractBufferedFile(filesystem, *given)\n"
+        "try: save()\nexcept NameError: pass\ndel filesystem._open",
+        FAILED,
+    ),
     "exists": ("try: filesystem.open(path, 'xb')\nexcept FileExistsError: pass", FAILED),
     "copied from nothing": ("try: filesystem.copy(root + '/nothing', path)\nexcept FileNotFoundError: pass", FAILED),
     "moved from nothing": ("try: filesystem.mv(root + '/nothing', path)\nexcept FileNotFoundError: pass", FAILED),
@@ -152,7 +168,8 @@ AGAIN: dict[str, tuple[str, str]] = {
 @pytest.mark.seam
 def test_files_must_be_closed_well(tmp_path: Path) -> None:
     job = job_at(tmp_path, "memory://bucket/run")
-    parts = [HEAD, "import io\nfrom fsspec.implementations import memory\nkept = []\nstep()\nfile('old/x'); file('other/x')"]
+    imports = "import io\nfrom fsspec import spec\nfrom fsspec.implementations import memory"
+    parts = [HEAD, imports, "kept = []\nstep()\nfile('old/x'); file('other/x')"]
     for name, (text, _) in AGAIN.items():
         parts += [f"optim = {name!r} + '/optim'; path = f'{{root}}/{{optim}}'; file({name!r} + '/model'); file(optim); step()"]
         parts += [f"file({name!r} + '/model')", text, "step()"]

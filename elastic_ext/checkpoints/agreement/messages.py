@@ -81,6 +81,7 @@ class Agreement:
     error: str = ""  # why node 0 has no answer, for people; "" if it has one
     bad: bool = False  # the error is that checkpoints exist, but none may be used
     away: bool = False  # the error is that the storage does not answer
+    save_number: int | None = None  # see `decisions.Resume`
 
 
 def encode(message: Offers | Agreement) -> str:

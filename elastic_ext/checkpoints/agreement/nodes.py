@@ -68,6 +68,7 @@ class Resumption:
     lost: str = ""  # why a newer copy in the nodes' memory is not used; "": no copy is newer. Only node 0 knows
     # By rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
     files: Mapping[int, str] = field(default_factory=dict)
+    save_number: int | None = None  # see `Agreement`
 
     @property
     def at(self) -> int | None:
@@ -238,7 +239,8 @@ class _NodeSide:
             return Resumption("", step, reason, agreement.passed_over)
         directory = self._directory(agreement)
         files = rank_files.files_by_rank(directory, agreement.name)
-        return Resumption(directory.path(agreement.name), step, reason, local=agreement.tier == Tier.LOCAL, files=files)
+        path, is_local = directory.path(agreement.name), agreement.tier == Tier.LOCAL
+        return Resumption(path, step, reason, local=is_local, files=files, save_number=agreement.save_number)
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
         """Return the `resumption`, after waiting until this node sees a checkpoint that all nodes share.
@@ -391,7 +393,7 @@ class RemoteTier:
     def _agreement(self, resume: Resume) -> Agreement:
         name = split_path(resume.path)[1]
         tier = Tier.SHARED if self.storage.path(name) == resume.path else Tier.NAMED
-        return Agreement(name, resume.step, resume.reason[: messages.MAX_TEXT], tier)
+        return Agreement(name, resume.step, resume.reason[: messages.MAX_TEXT], tier, save_number=resume.save_number)
 
     def _choose(self, verify: verifying.Mode) -> Choice:
         """Choose from the run's own progress first, then by resume_from."""

@@ -27,6 +27,8 @@ from elastic_ext.checkpoints.storage import Entry
 
 LOOKED = 3  # members of a family, the newest by their names and by their times, that are looked at where these may differ
 MOMENT_S = 60.0  # between the files of one save; most jobs save more rarely
+LEAST_PAUSE = 4  # times as long as a save is the time to the next one, where files are taken as of one save
+MOST_SHOWN = 4  # names in a question
 OWN_FILES = "each rank has saved a file of its own, and the names do not say which: have them say it, as in step_200_rank1.pt"
 OLDER = 3  # how many older checkpoints to look at, to know what a whole one has
 
@@ -36,6 +38,7 @@ class Resume:
     path: str  # absolute local path or URL
     step: int | None  # from its content, else from its name; None if neither has one
     reason: str  # why this one, for people
+    save_number: int | None = None  # in the record of saves; None: it is not recorded, or its round had made no step before
 
 
 @dataclass(frozen=True)
@@ -144,7 +147,7 @@ class Sight:
     def seen(self, at: int, members: Sequence[Entry]) -> Inspection:
         """Return the inspection of a member, as incomplete if it lacks what older ones have. members: newest first."""
         entry, older = members[at], members[at + 1 : at + 1 + OLDER]
-        found = beside_older(entry, self.inspect(entry), map(self.glance or self.inspect, older), entry.name in self.tracked)
+        found = _beside_older(entry, self.inspect(entry), map(self.glance or self.inspect, older), entry.name in self.tracked)
         if not found.complete:
             return found
         missing = _missing_beside(entry, older, self.left_out)
@@ -175,7 +178,7 @@ def choose(entries: Iterable[Entry], sight: Sight) -> Choice:
         for at, entry in enumerate(members):
             inspection = sight.seen(at, members)
             if inspection.complete:
-                if not _is_copy(entry, step_in(entry, inspection, ""), family, found, sight.alike):
+                if not _is_copy(entry, step_in(entry, inspection, ""), family, found, sight):
                     contenders.append(Contender(family, entry, inspection, entry.name in sight.tracked))
                 break
             if inspection.format != UNKNOWN or inspection.distrusted or step_of(entry.name) is not None:
@@ -199,14 +202,16 @@ def _in_order(family: NameFamily, sight: Sight) -> tuple[Sequence[Entry], str]:
     members, look = family.members, functools.cache(sight.glance or sight.inspect)
     pieces = [each for each in _pieces(members) if look(each).complete]
     if len(pieces) > 1 and not _are_apart([look(each) for each in pieces]):
-        return members, f"{', '.join(sorted(each.name for each in pieces)[:4])} are of one save: {OWN_FILES}"
+        return members, f"{', '.join(sorted(each.name for each in pieces)[:MOST_SHOWN])} are of one save: {OWN_FILES}"
     by_time = sorted(members, key=lambda each: or_oldest(each.mtime), reverse=True)
     agrees = look(members[0]).step in (None, step_of(members[0].name))
     if len(members) == 1 or (agrees and or_oldest(members[0].mtime) >= or_oldest(by_time[0].mtime)):
         return members, ""
     looked = [each for each in members if each in {*members[:LOOKED], *by_time[:LOOKED]}]
     seen = {each: found for each in looked if (found := look(each)).complete}
-    whole = {each: found for each, found in seen.items() if not _is_renamed(each, found, members, sight)}
+    renamed = [each for each, found in seen.items() if found.step not in (None, step_of(each.name))]
+    copies = [each for each in renamed if _has_twin(each, seen[each].step, members, sight)]
+    whole = {each: found for each, found in seen.items() if each not in copies}
     if not whole:
         return members, ""
     ordered = _by_what_they_say(whole)
@@ -221,13 +226,6 @@ def _in_order(family: NameFamily, sight: Sight) -> tuple[Sequence[Entry], str]:
     torn = [each for each in looked if each not in seen and members.index(each) < members.index(ordered[0])]
     left = [each for each in members if each not in (*torn, *ordered)]
     return [*torn, *ordered, *left], question
-
-
-def _is_renamed(entry: Entry, found: Inspection, members: Sequence[Entry], sight: Sight) -> bool:
-    """Return whether it is a copy of another member, whose name gives the step that both say."""
-    if found.step in (None, step_of(entry.name)):
-        return False
-    return any(step_of(each.name) == found.step and sight.alike(entry, each) for each in members if each is not entry)
 
 
 def _by_what_they_say(whole: Mapping[Entry, Inspection]) -> list[Entry]:
@@ -270,7 +268,7 @@ def _pieces(members: Sequence[Entry]) -> Sequence[Entry]:
     """Return the members that one save seems to have written, as each rank its own file; none if no number is seen to say so.
 
     It is a number that no word explains. It takes no other value beside other numbers, and its files were written in one moment:
-    in less than a quarter of the time to the next save. Where no other save is there, it counts from 0 or 1.
+    see `LEAST_PAUSE`. Where no other save is there, it counts from 0 or 1.
     """
     numbers = {each: candidates.counted(each.name) for each in members}
     first = numbers[members[0]]
@@ -295,19 +293,22 @@ def _is_moment(saves: Iterable[Sequence[float | None]]) -> bool:
         return True
     last = max(times for times in known if len(times) > 1)
     apart = min((abs(times[0] - last[0]) for times in known if times is not last), default=MOMENT_S / 2)
-    return last[-1] - last[0] <= min(MOMENT_S, apart / 4)
+    return last[-1] - last[0] <= min(MOMENT_S, apart / LEAST_PAUSE)
 
 
-def _is_copy(
-    entry: Entry, step: int | None, family: NameFamily, found: Sequence[NameFamily], alike: Callable[[Entry, Entry], bool]
-) -> bool:
+def _has_twin(entry: Entry, step: int | None, others: Iterable[Entry], sight: Sight) -> bool:
+    """Return whether one of the others has the same bytes, and a name that gives this step or none."""
+    return any(sight.alike(entry, each) for each in others if each is not entry and step_of(each.name) in (step, None))
+
+
+def _is_copy(entry: Entry, step: int | None, family: NameFamily, found: Sequence[NameFamily], sight: Sight) -> bool:
     """Return whether an entry has the same bytes as one of another family that has more members, or was written before."""
     rank = len(family.members), -or_oldest(entry.mtime)
     others = [each for each in found if each is not family and (len(each.members), -or_oldest(each.members[0].mtime)) > rank]
-    return any(alike(entry, member) for each in others for member in each.members if step_of(member.name) in (step, None))
+    return any(_has_twin(entry, step, each.members, sight) for each in others)
 
 
-def beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspection], tracked: bool = False) -> Inspection:
+def _beside_older(entry: Entry, inspection: Inspection, older: Iterable[Inspection], tracked: bool = False) -> Inspection:
     """Return the inspection; as incomplete if it lacks what the complete one before it has: ranks, files, or the optimizer.
 
     Ranks that are fewer from now on make one checkpoint look torn, and not the one after it. tracked: a tool's own file names it
@@ -458,7 +459,7 @@ def _line(pattern: str) -> tuple[frozenset[str], tuple[str, ...]]:
 def _question(family: Sequence[Contender]) -> str:
     names = sorted(each.entry.name for each in family)
     known = "each holds an optimizer" if family[0].training else "none is known to hold both an optimizer and what it trains"
-    listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    listed = ", ".join(names[:MOST_SHOWN]) + (f" and {len(names) - MOST_SHOWN} more" if len(names) > MOST_SHOWN else "")
     example = max(family, key=lambda each: not _FIRST.isdisjoint(words_of(each.entry.name))).family.pattern
     return (
         f"{listed} belong together, and {known}: set checkpoint_pattern to the names to resume from, "

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import compile_pattern
 from elastic_ext.checkpoints import verifying
-from elastic_ext.checkpoints.choice import decisions, recorded
+from elastic_ext.checkpoints.choice import decisions, rank_files, recorded
 from elastic_ext.checkpoints.choice.decisions import Choice
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.formats import candidates, detect, layouts
@@ -78,15 +78,14 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     inspector = Inspector(storage, wanted, marked, frozenset(each.name for each in loaded))
     found += loaded
     if wanted.resume_from:
+        found = rank_files.joined(found, book, wanted.pattern) if book is not None else found
         return _asked_for(storage, found, lambda each: _by_record(each, inspector(each), book), wanted)
 
     def alike(one: Entry, other: Entry) -> bool:
         return _have_same_bytes(storage, one, other)
 
-    known = {each.name for each in found} if wanted.pattern else {each.name for each in listed}
-    left_out = decisions.families(each for each in candidates_among(listed) if each.name not in known)
-    newest = tracked(found, trackers)
-    sight = decisions.Sight(inspector, wanted.pattern, left_out, newest, inspector.glance, alike)
+    left_out = decisions.families(left_out_of(found, listed)) if wanted.pattern else ()
+    sight = decisions.Sight(inspector, wanted.pattern, left_out, tracked(found, trackers), inspector.glance, alike)
     choice = recorded.choose(found, book, sight) if book is not None else decisions.choose(found, sight)
     if any(entry.name == layouts.METADATA or entry.name.endswith(layouts.SHARD_SUFFIX) for entry in listed):
         reason = f"is itself a {candidates.DCP} directory: checkpoint_dir must name the directory above it"
@@ -165,6 +164,12 @@ def candidates_among(entries: Iterable[Entry], pattern: str = "") -> list[Entry]
     return of_plugins + candidates.grouped(each for each in found if each not in of_plugins)
 
 
+def left_out_of(found: Iterable[Entry], listed: Iterable[Entry]) -> list[Entry]:
+    """Return the candidates that the user's pattern leaves out. found: those that it names."""
+    names = {entry.name for entry in found}
+    return [entry for entry in candidates_among(listed) if entry.name not in names]
+
+
 @dataclass(frozen=True)
 class Inspector:
     """Inspects one candidate: whether it is complete, and whether it may be used.
@@ -176,6 +181,7 @@ class Inspector:
     wanted: Wanted = Wanted()
     marked: bool = True
     named: Collection[str] = ()
+    _checked: dict[Entry, Inspection] = field(default_factory=dict)
 
     def __call__(self, entry: Entry) -> Inspection:
         """Inspect a candidate.
@@ -184,9 +190,7 @@ class Inspector:
             UsageError: a plug-in fails, or this user may not read the candidate.
             OSError: the storage does not give it, or a mark. Whether it is complete is then unknown: it is not passed over.
         """
-        asked_for = entry.name in self.named or entry.name == self.wanted.resume_from
-        named = asked_for or is_named(entry, self.wanted.pattern)
-        found = detect.check(self.storage, entry, named)
+        found = self.glance(entry)
         if found.unreadable is not None:
             _refuse_unreadable(entry, found.unreadable, self.wanted.pattern)
         if not (found.complete or found.compared):
@@ -210,8 +214,12 @@ class Inspector:
         return found
 
     def glance(self, entry: Entry) -> Inspection:
-        """Check a candidate with any marks and content. One that cannot be read counts as incomplete."""
-        return detect.check(self.storage, entry, is_named(entry, self.wanted.pattern))
+        """Check a candidate, once, without its marks and without reading all of it. What cannot be read counts as incomplete."""
+        if entry not in self._checked:
+            asked_for = entry.name in self.named or entry.name == self.wanted.resume_from
+            named = asked_for or is_named(entry, self.wanted.pattern)
+            self._checked[entry] = detect.check(self.storage, entry, named)
+        return self._checked[entry]
 
 
 def is_named(entry: Entry, pattern: str) -> bool:

@@ -61,9 +61,10 @@ def places_of_ranks(saves: Sequence[RankSave], are_directories: bool) -> tuple[t
         return (), ""  # one rank saves for all, but in each round another one: the last one of a pipeline
     if are_directories or not shared:
         return (), f"{_shown(each.name for each in (shared or [alone])[0])} were saved by several ranks: {OWN_FILES}"
-    differing = [_differing(one.name, other.name) for one, other in combinations(shared[0], 2) if one.ranks != other.ranks]
+    moment = max(shared, key=lambda of: len({each.ranks for each in of}))  # the last one may have been cut
+    differing = [_differing(one.name, other.name) for one, other in combinations(moment, 2) if one.ranks != other.ranks]
     # Here a rank comes again with its next part, or, where the optimizer is not seen and all counts are 0, with the next save.
-    is_twice = len({each.ranks for each in shared[0]}) < len(shared[0])
+    is_twice = len({each.ranks for each in moment}) < len(moment)
     of_rank: set[int] = min(differing, key=len) if is_twice else set().union(*differing)
     return tuple(sorted(of_rank)), ""
 
@@ -78,10 +79,12 @@ def kinds_of(entries: Iterable[Entry], book: RecordBook, pattern: str) -> dict[s
 
     pattern: the setting checkpoint_pattern, which may leave files of ranks out. Raises OSError.
     """
+    usable = [each for each in entries if not each.unusable]
+    by_record = {kind for kind in {_kind_of_parts(each) for each in usable if each.parts} if _knows_ranks(book, kind)}
     kinds: defaultdict[str, list[Entry]] = defaultdict(list)
-    for entry in entries:
-        if not entry.unusable:
-            kinds[pattern_of(entry.name)].append(entry)
+    for entry in usable:
+        for each in entry.parts if entry.parts and _kind_of_parts(entry) in by_record else (entry,):
+            kinds[pattern_of(each.name)].append(each)
     saves: defaultdict[str, dict[str, KnownSave]] = defaultdict(dict)
     for known in book.saves:
         saves[pattern_of(known.name)][known.name] = known
@@ -91,6 +94,21 @@ def kinds_of(entries: Iterable[Entry], book: RecordBook, pattern: str) -> dict[s
         of_kind = {name: known for name, known in saves[kind].items() if name in names or not pattern}
         found[kind] = _kind(members, of_kind, book)
     return found
+
+
+def joined(entries: Sequence[Entry], book: RecordBook, pattern: str) -> list[Entry]:
+    """Return the entries as `kinds_of` does, in one list, and those that cannot be used. Raises OSError."""
+    kinds = kinds_of(entries, book, pattern).values()
+    return [*(each for each in entries if each.unusable), *(each for kind in kinds for each in kind.members)]
+
+
+def _kind_of_parts(entry: Entry) -> str:
+    return pattern_of(entry.parts[0].name)
+
+
+def _knows_ranks(book: RecordBook, kind: str) -> bool:
+    """Return whether the record says which numbers of such names stand for the rank. Then the words in them do not count."""
+    return bool(places_of_ranks(_last((each for each in book.saves if pattern_of(each.name) == kind), book), False)[0])
 
 
 def _kind(members: Sequence[Entry], saves: Mapping[str, KnownSave], book: RecordBook) -> SaveKind:
@@ -128,6 +146,10 @@ def _last(known: Iterable[KnownSave], book: RecordBook, of_any: bool = False) ->
 def _parts_question(found: Sequence[Entry], book: RecordBook, least: int) -> str:
     """Return a question if as many moments as `least` have several checkpoints: each save is of several parts."""
     known = {save: each for each in found if (save := book.known(each)) is not None}
+    last = known[max(known)].parts if known and least == 1 else ()
+    writers = [(of.attempt, by.ranks) for each in last if (of := book.known(each)) and (by := book.read(of))]
+    if len(set(writers)) < len(writers):  # a rank has written two of them
+        return f"{_shown(each.name for each in last)} {ONE_MOMENT}"
     names = {save.name: each.name for save, each in known.items()}
     rows = _last(known, book, of_any=True)
     several = [moment for moment, count in Counter(row.moment for row in rows).items() if count > 1 and moment[1] > 0]
@@ -172,11 +194,13 @@ def own_entry(storage: Storage, name: str, book: RecordBook | None = None) -> En
     entry = candidates.entry_of(storage, name)
     if entry is None or not entry.parts:
         return entry
-    return replace_parts(entry, own_parts(entry.parts, book or RecordBook(storage)))
+    book = book or RecordBook(storage)
+    parts = own_parts(entry.parts, book)
+    return candidates.join(name, parts) if _knows_ranks(book, _kind_of_parts(entry)) else replace_parts(entry, parts)
 
 
 def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
-    """Return by rank the paths of a checkpoint's files, see `candidates.files_by_rank`; by the record where names do not say it.
+    """Return by rank the paths of a checkpoint's files: by the record if each rank has one, else as `candidates.files_by_rank`.
 
     Raises OSError.
     """
@@ -185,9 +209,10 @@ def files_by_rank(storage: Storage, name: str) -> dict[int, str]:
     book = RecordBook(storage)
     entry = own_entry(storage, name, book)
     parts = entry.parts if entry is not None else ()
+    saves = [(book.saved(part), part.path) for part in parts]
+    recorded = {save.ranks[0]: path for save, path in saves if save is not None and len(save.ranks) == 1}
+    worlds = {save.world for save, _ in saves if save is not None}
+    if worlds == {len(recorded)} == {len(parts)} or (parts and candidates.rank_name(parts[0].name) is None):
+        return recorded
     own = {each.path for each in parts}
-    found = {rank: path for rank, path in candidates.files_by_rank(storage, name).items() if path in own}
-    if found or not parts or candidates.rank_name(parts[0].name) is not None:
-        return found
-    saved = [(book.saved(part), part.path) for part in parts]
-    return {save.ranks[0]: path for save, path in saved if save is not None and len(save.ranks) == 1}
+    return {rank: path for rank, path in candidates.files_by_rank(storage, name).items() if path in own}

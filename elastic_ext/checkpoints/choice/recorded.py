@@ -1,7 +1,8 @@
 """Which checkpoint to resume from, where the job's saves are recorded (`record/stored.py`). Pure, but for callables that do I/O.
 
 The newest save counts that is proved, or that is not and whose format says that it is whole. Newest is what the job saved last,
-by the record: no clock and no number decides. Of several kinds, by names without their digits:
+by the record: no clock and no number decides. It has no fewer files of ranks than another of its round: a rank that failed to
+save its own may have trained on, which proves what the others saved. Of several kinds, by names without their digits:
 
 - what is known to hold an optimizer goes before what is known to hold none, but what the job's scripts were seen to load;
 - what a round has saved after its first step goes before what it has saved earlier;
@@ -69,7 +70,8 @@ def choose(entries: Sequence[Entry], book: RecordBook, sight: Sight) -> Choice:
         refused = {
             of.path for kind in kinds.values() for each in kind.members if each.path in paths for of in (each, *each.parts)
         }
-        choice = decisions.choose([each for each in entries if each.path not in refused], sight)
+        left_over = [each for each in entries if refused.isdisjoint(of.path for of in (each, *each.parts))]
+        choice = decisions.choose(left_over, sight)
         return replace(choice, passed_over=(*passed_over, *choice.passed_over))
     best, question = _of_one_moment([each for each in left if each.moment == left[0].moment])
     question = question or kinds[best.kind].question
@@ -78,7 +80,8 @@ def choose(entries: Sequence[Entry], book: RecordBook, sight: Sight) -> Choice:
     others = [kind.members for name, kind in kinds.items() if name not in recorded]
     passed_over += _foreign(others, best.inspection, sight.inspect)
     step = decisions.step_in(best.entry, best.inspection, sight.pattern)
-    return Choice(Resume(best.entry.path, step, _reason(best)), tuple(passed_over))
+    number = best.known.number if best.verdict.count > 0 else None
+    return Choice(Resume(best.entry.path, step, _reason(best), number), tuple(passed_over))
 
 
 def _has_optimizer(each: _Usable) -> bool:
@@ -118,11 +121,17 @@ def _newest(
     later = [each for each in later if not any(sight.alike(each[1], entry) for _, entry in recorded[:MOST_COMPARED])]
     later.sort(key=lambda each: numbers_of(each[1].name), reverse=True)
     in_order = [*later, *recorded]
+    usual_there: dict[int, int] = {}  # by round: files of ranks
+    for known, entry in recorded:
+        usual_there[known.attempt] = max(len(entry.parts), usual_there.get(known.attempt, 0))
     for at, (known, entry) in enumerate(in_order):
         inspection, verdict = _judged(entry, sight.inspect(entry), book)
         reason = "" if inspection.complete else inspection.reason
+        there, most = len(entry.parts or (entry,)), usual_there[known.attempt]
         if not reason and verdict.trust is Trust.TORN:
             reason = verdict.why
+        elif not reason and there < most:
+            reason = f"it has fewer files than another save of its round: {there}, not {most}"
         elif not reason and verdict.trust is not Trust.PROVED:
             older = [each for _, each in in_order[at : at + MOST_COMPARED]]
             is_only = sum(each.attempt == known.attempt for each, _ in recorded) == 1

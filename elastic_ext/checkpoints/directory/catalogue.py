@@ -7,8 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from elastic_ext.checkpoints.choice import decisions
-from elastic_ext.checkpoints.choice.listing import candidates_among, is_named, judged, list_entries, read_trackers, tracked
+from elastic_ext.checkpoints.choice import decisions, rank_files
+from elastic_ext.checkpoints.choice.listing import (
+    candidates_among,
+    is_named,
+    judged,
+    left_out_of,
+    list_entries,
+    read_trackers,
+    tracked,
+)
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import candidates, detect
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, order_of, step_of
@@ -53,23 +61,23 @@ def list_checkpoints(
     listed = list_entries(storage)
     trackers = read_trackers(storage, listed)
     present = judged(candidates_among(listed, pattern), listed, trackers)
-    newest = tracked(present, trackers)
     beside = _beside(storage, listed)
-    names = {entry.name for entry in present}
-    others = [entry for entry in candidates_among(listed) if entry.name not in names] if pattern else []
+    others = left_out_of(present, listed) if pattern else []
+    if beside.book is not None:
+        present = rank_files.joined(present, beside.book, pattern)
     together = _together(decisions.families([*present, *others]))
     apart = {together[each]: each for each in {candidates.family_of(entry.name) for entry in others} if each in together}
-    ordered = [(entry, family) for family in decisions.families(present, pattern) for entry in family.members]
+    ordered = [(family, at) for family in decisions.families(present, pattern) for at in range(len(family.members))]
 
-    inspections = _inspect_all(storage, [entry for entry, _ in ordered], pattern, progress)
+    inspections = _inspect_all(storage, [family.members[at] for family, at in ordered], pattern, progress)
+    sight = decisions.Sight(inspections.__getitem__, pattern, decisions.families(others), tracked(present, trackers))
     found = []
-    for at, ((entry, family), inspection) in enumerate(zip(ordered, inspections, strict=True)):
+    for family, at in ordered:
+        entry, inspection = family.members[at], inspections[family.members[at]]
         if inspection.format == UNKNOWN and not inspection.complete and step_of(entry.name, pattern) is None:
             continue
-        after = range(at + 1, min(at + 1 + decisions.OLDER, len(ordered)))
-        before = (inspections[each] for each in after if ordered[each][1] is family)
         verdict = beside.verdict(entry)
-        seen = decisions.beside_older(entry, inspection, before, entry.name in newest) if verdict is None else inspection
+        seen = sight.seen(at, family.members) if verdict is None else inspection
         if verdict is not None and verdict.trust is Trust.TORN and seen.complete:
             seen = replace(seen, complete=False, reason=verdict.why)
         group = together.get(candidates.family_of(entry.name), "")
@@ -131,15 +139,15 @@ def _known(verdict: RecordVerdict | None, inspection: Inspection, entry: Entry) 
 
 def _inspect_all(
     storage: Storage, entries: Sequence[Entry], pattern: str, progress: Callable[[int, int], None] | None
-) -> list[Inspection]:
+) -> dict[Entry, Inspection]:
     def inspect(entry: Entry) -> Inspection:
         unusable = Inspection(False, UNKNOWN, entry.unusable)
         return unusable if entry.unusable else detect.check(storage, entry, is_named(entry, pattern))
 
-    found: list[Inspection] = []
+    found: dict[Entry, Inspection] = {}
     with ThreadPoolExecutor(THREADS) as pool:
-        for inspection in pool.map(inspect, entries):
-            found.append(inspection)
+        for entry, inspection in zip(entries, pool.map(inspect, entries), strict=True):
+            found[entry] = inspection
             if progress is not None:
                 progress(len(found), len(entries))
     return found

@@ -89,6 +89,11 @@ class KnownSave:
     name: str
 
     @property
+    def number(self) -> int:
+        """A number of its own, greater than those of all saves before it."""
+        return self.attempt << 32 | self.order
+
+    @property
     def file(self) -> str:
         return f"{SAVES}/{self.attempt:06}.{self.order:08}.{self.name}"
 

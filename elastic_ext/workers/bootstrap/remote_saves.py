@@ -5,7 +5,7 @@ on asyncio, such as s3fs, the ones that are made from its coroutines. A write ma
 is there only once it is closed. So each file that is written is a work item of its own beside the thread that writes it:
 
     it has ended           the function has returned, or the file's `close`
-    it has failed          one of them has raised, or the file was closed as an exception went through, or was thrown away
+    it has failed          one of them has raised, or the file was closed as an exception went through, thrown away, or dropped
     neither                the file was never closed
 
 Where the files that are written are not known here, or not when they appear, the save counts as not seen whole: directories
@@ -62,6 +62,9 @@ class RemotePlaces:
 
     def find(self, filesystem: "Filesystem", path: object) -> "Place":
         """Return where a path of a filesystem is."""
+        inner: Filesystem | None = getattr(filesystem, "fs", None)  # of one that caches, with the same paths
+        if inner is not None and hasattr(inner, "protocol"):
+            filesystem = inner
         names = filesystem.protocol
         protocols = (names,) if isinstance(names, str) else names
         for at, protocol, url in self._urls:
@@ -175,7 +178,10 @@ class _Notes:
     def _begins(self, own: "Sequence[Filesystem]", kind: str, path: object, unknown: bool, items: "list[int]") -> None:
         """Note this of one path, or several. unknown: which files are written there, or when. Add the numbers of work items."""
         for filesystem in own:  # none in a call without arguments
-            for each in path if isinstance(path, (list, tuple, dict)) else [path]:
+            several = hasattr(path, "__len__") and not isinstance(path, str)  # no iterator: it would be empty then
+            for each in path if several else [path]:  # type: ignore[attr-defined]
+                if not isinstance(each, (str, os.PathLike)):
+                    continue
                 hidden = unknown or (kind == "w" and str(each).endswith("/"))
                 self._record.notes("l" if hidden else kind, self._places.find(filesystem, each), items)
 
@@ -197,7 +203,7 @@ class _Notes:
 
         Not in the file itself: that would be a cycle, and what is dropped without `close` would be written later.
         """
-        for name in ("discard", "abort", "close"):
+        for name in ("discard", "abort", "__del__", "close"):  # what is dropped may be half of a file, and is written so
             original = getattr(kind, name, None)
             if original is not None and not hasattr(original, _MARK):
                 try:
@@ -210,7 +216,8 @@ class _Notes:
         def end(*args: object, **kwargs: object) -> object:
             file = args[0] if args else None
             pid, number, handled = getattr(file, "__dict__", {}).pop(_MARK, (0, 0, 0))
-            well = closes and handled == id(sys.exc_info()[1]) and not any(getattr(file, each, False) for each in _IS_OVER)
+            passes = sys.exc_info()[1] is not None and handled != id(sys.exc_info()[1])
+            well = closes and not passes and not any(getattr(file, each, False) for each in _IS_OVER)
             ended = "f"
             try:
                 result = original(*args, **kwargs)

@@ -604,7 +604,7 @@ def _kind_of(path: str) -> int:
 
 
 def _identity_at(path: str) -> "tuple[int, int]":
-    """Return what no other file has; _NO_FILE: there is none, as far as can be seen."""
+    """Return the device and the inode of a file; _NO_FILE if none is seen there."""
     try:
         found = os.lstat(path)
     except OSError as error:

@@ -61,6 +61,21 @@ def test_the_last_proved_save_is_chosen(tmp_path: Path) -> None:
     assert choice(tmp_path).resume.reason.startswith("last proved save: rank 0 has made a step since")  # type: ignore[union-attr]
 
 
+def test_the_nodes_know_which_save_is_later(tmp_path: Path) -> None:
+    """By its number, where one name is written over and over and holds no step."""
+    numbers = []
+    for at, steps in enumerate((8, 0, 8)):
+        Script(tmp_path).saves(steps, saved(tmp_path / "last.pt", TRAINING, at).name).steps(steps + 1).record()
+        found = scenes.resumed(tmp_path)
+        assert (os.path.basename(found.path), found.step) == ("last.pt", None)
+        numbers.append(found.save_number)
+    first, at_start, last = numbers
+    assert at_start is None
+    assert first is not None
+    assert last is not None
+    assert last > first
+
+
 def test_copies_of_people_are_never_chosen(tmp_path: Path) -> None:
     trained(tmp_path, 100, 200).record()
     for name in ("good", "step_100_good", "keep_900"):
@@ -372,6 +387,65 @@ def test_parts_of_ranks_are_a_question(tmp_path: Path, name: str, world: int, pa
     assert choice(tmp_path).question
 
 
+def test_shards_counted_over_all_ranks_are_questions(tmp_path: Path) -> None:
+    """Each of two ranks writes two of them."""
+    script = Script(tmp_path, world=2)
+    for step in (100, 200):
+        for shard in range(4):
+            saved(tmp_path / f"ckpt_{step}_{shard}.pt", TRAINING, step)
+            script.saves(step, f"ckpt_{step}_{shard}.pt", rank=shard // 2)
+        script.steps(step + 1)
+    script.record()
+    assert "ckpt_200_0.pt, ckpt_200_1.pt, ckpt_200_2.pt, ckpt_200_3.pt are of one moment" in choice(tmp_path).question
+
+
+@pytest.mark.parametrize("name", ["ckpt_{}_{}_{}.pt", "ckpt_{}_tp{}_pp{}.pt"])
+def test_a_grid_of_ranks_that_was_cut(tmp_path: Path, name: str) -> None:
+    """Those that have written the last one differ in one number only."""
+    script = Script(tmp_path, world=4)
+    for step in (100, 200, 300):
+        for rank in range(4 if step < 300 else 2):
+            saved(tmp_path / name.format(step, rank % 2, rank // 2), TRAINING, step)
+            script.saves(step, name.format(step, rank % 2, rank // 2), rank=rank)
+        script.steps(step + 1, range(4) if step < 300 else [0])
+    script.record()
+    found = scenes.resumed(tmp_path)
+    assert found.path == str(tmp_path / name.format(200, "*", "*"))
+    assert found.files == {rank: str(tmp_path / name.format(200, rank % 2, rank // 2)) for rank in range(4)}
+
+
+@BOTH
+def test_one_rank_of_each_group_saves(tmp_path: Path, name: str) -> None:
+    """By their names, those of ranks 1 and 3 are missing."""
+    round_of(tmp_path, 4, (100, (0, 2)), (200, (0, 2)), (300, (2,)), name=name, killed=True)
+    found = scenes.resumed(tmp_path)
+    assert found.files == {rank: str(tmp_path / name.format(200, rank)) for rank in (0, 2)}
+
+
+@BOTH
+def test_a_rank_that_failed_to_save(tmp_path: Path, name: str) -> None:
+    """Its disk was full, and the script went on. So what rank 0 has saved since is proved, and no whole checkpoint."""
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)), (300, (0,)), (400, (0,)), name=name)
+    assert chosen(tmp_path) == name.format(200, "*")
+
+
+def test_the_record_goes_before_words_of_names(tmp_path: Path) -> None:
+    """As a rule, the number after "shard" is that of the rank; here it is the epoch."""
+    script = Script(tmp_path, world=2)
+    for epoch in (0, 1):
+        for rank in (0, 1):
+            saved(tmp_path / f"shard_{epoch}_{rank}.pt", TRAINING, epoch)
+            script.saves(10 + epoch, f"shard_{epoch}_{rank}.pt", rank=rank)
+        script.steps(11 + epoch)
+    script.record()
+    found = scenes.resumed(tmp_path)
+    assert found.path == str(tmp_path / "shard_1_*.pt")
+    assert found.files == {rank: str(tmp_path / f"shard_1_{rank}.pt") for rank in (0, 1)}
+    for epoch in (0, 1):
+        (tmp_path / f"shard_{epoch}_1.pt").unlink()
+    assert choice(tmp_path).resume is None
+
+
 def test_a_question_of_other_files_is_none(tmp_path: Path) -> None:
     script = Script(tmp_path, world=2)
     for step in (100, 200):
@@ -527,6 +601,19 @@ def test_prune_takes_only_what_is_recorded(tmp_path: Path) -> None:
     assert {each.name for each in tmp_path.glob("step_*")} == {"step_200", "step_300", "step_500"}
 
 
+@BOTH
+def test_files_of_ranks_go_together(tmp_path: Path, name: str) -> None:
+    round_of(tmp_path, 2, (100, (0, 1)), (200, (0, 1)), (300, (0, 1)), name=name)
+    assert [each.name for each in list_checkpoints(open_storage(str(tmp_path)))] == [
+        name.format(300 - at, "*") for at in (0, 100, 200)
+    ]
+    assert main.main(["checkpoints", "quarantine", str(tmp_path), name.format(200, 1)]) == 0
+    assert main.main(["checkpoints", "prune", str(tmp_path), "--yes", "--keep-last=1"]) == 0
+    assert {name.format(300, rank) for rank in (0, 1)} <= {each.name for each in tmp_path.glob("ckpt_*")}
+    assert main.main(["checkpoints", "quarantine", str(tmp_path), name.format(300, "*")]) == 0
+    assert choice(tmp_path).resume is None
+
+
 def test_the_record_of_what_is_gone_goes(tmp_path: Path) -> None:
     trained(tmp_path, 100, 200).record()
     shutil.rmtree(tmp_path / "step_100")
@@ -590,6 +677,15 @@ def test_a_mixture_cannot_be_asked_for(tmp_path: Path) -> None:
     saved(tmp_path / "last" / "model.pt", WEIGHTS, 300)
     with pytest.raises(UsageError, match=r"last cannot be used: .*model\.pt was written long after the others"):
         choice(tmp_path, resume_from="last")
+
+
+def test_files_of_ranks_can_be_asked_for(tmp_path: Path) -> None:
+    """By the name that the log gives them, by that of one of them, and by their step."""
+    of_ranks(tmp_path, 100, 200).record()
+    for name in ("ckpt_100_*.pt", "ckpt_100_1.pt"):
+        found = choice(tmp_path, resume_from=name).resume
+        assert found is not None
+        assert os.path.basename(found.path) == "ckpt_100_*.pt", name
 
 
 def test_saves_before_a_step_are_no_newer(tmp_path: Path) -> None:

@@ -527,6 +527,8 @@ def test_a_pattern_for_one_file_of_saves(tmp_path: Path) -> None:
             saved(tmp_path / f"{name}{step}.pt", WEIGHTS, step)
     assert chosen(tmp_path, pattern=pattern) == ("model200.pt", 200)
     assert "no opt#.pt of its step" in reasons(tmp_path, pattern=pattern)["model300.pt"]
+    rows = {row.name: row.complete for row in list_checkpoints(open_storage(str(tmp_path)), pattern)}
+    assert rows == {"model300.pt": False, "model200.pt": True, "model100.pt": True}, "as the choice"
     for name in ("opt100.pt", "opt200.pt"):
         (tmp_path / name).unlink()
     for name in ("rare100.pt", "best100.pt", "best200.pt"):

@@ -86,7 +86,7 @@ def install(preset: str) -> None:
 def succeeded_without(group: WorkerGroup, done: Exception) -> RunResult:
     """Note that the job has succeeded while this node waited; return what torch's launcher takes for that."""
     set_succeeded()
-    logger.info("%s; nothing is left to do on this node", done)
+    logger.warning("%s; nothing is left to do on this node: exit code 0", done)
     ranks = (worker.global_rank for worker in group.workers)  # torch wants a value for each; -1: never started
     return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import elastic_ext
@@ -33,6 +34,7 @@ from elastic_ext.checkpoints.agreement import nodes
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
+from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.workers.standby.modules import StandbySpec
 
 logger = logging.getLogger(__name__)
@@ -103,6 +105,15 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
         module = ("-m",) if program.is_module else ()
         spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
     return spec
+
+
+def program_of(spec: WorkerSpec, settings: Settings) -> WorkerProgram:
+    """Return what the workers run, to compare with other nodes. spec: as it was given to the agent."""
+    program = python_program(spec.entrypoint, spec.args)
+    script = program.program if program is not None else spec.entrypoint
+    name = script if isinstance(script, str) else getattr(script, "__qualname__", "")
+    versions = {"elastic_ext": elastic_ext.__version__, "torch": str(torch.__version__)}
+    return WorkerProgram(name, spec.role, max_restarts(spec, settings), versions)
 
 
 def max_restarts(spec: WorkerSpec, settings: Settings) -> int:

@@ -25,6 +25,7 @@ from elastic_ext.etcd import CallObserver, messages, values
 from elastic_ext.failures import joint_evidence, judgement
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
 from elastic_ext.rendezvous import address, contract, drains, job_status, judging, keys, rounds
+from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.round_store import serve
 
@@ -250,7 +251,7 @@ class OneMachine(contract.Base):
 
     # For our agent
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+    def prepare(self, spec: WorkerSpec, max_restarts: int, program: WorkerProgram | None = None) -> None:
         self._max_restarts = max_restarts
 
     def trains_without_us(self) -> bool:

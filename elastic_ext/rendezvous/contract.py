@@ -21,6 +21,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver
 from elastic_ext.failures.joint_evidence import Hashed, Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
+from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.drains import Admission
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind
@@ -139,8 +140,11 @@ class Rendezvous(Protocol):
     def get_run_id(self) -> str:
         """Return the value of --rdzv-id, or its substitute."""
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
-        """Set what this node offers to a round, and the job's budget; the agent calls it before the first round."""
+    def prepare(self, spec: WorkerSpec, max_restarts: int, program: WorkerProgram | None = None) -> None:
+        """Set what this node offers to a round, and the job's budget; the agent calls it before the first round.
+
+        program: what its workers run, to compare with other nodes; None: unknown.
+        """
 
     def trains_without_us(self) -> bool:
         """Return whether the job trains, before this node has entered it; False if that is unknown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,10 +17,21 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, Compare, EtcdClient, EtcdError, Get, LeaseLost, Put, unchanged, values
 from elastic_ext.failures.ledger import decode_verdict
-from elastic_ext.rendezvous import contract, drains, header_record, job_status, judging, leader, round_part, round_store
+from elastic_ext.rendezvous import (
+    configuration,
+    contract,
+    drains,
+    header_record,
+    job_status,
+    judging,
+    leader,
+    round_part,
+    round_store,
+)
 from elastic_ext.rendezvous.address import machine
-from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.place import take_place
+from elastic_ext.rendezvous.configuration import WorkerProgram
+from elastic_ext.rendezvous.keys import ROOT, JobKeys
+from elastic_ext.rendezvous.place import NodesDiffer, take_place
 from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, RecordReader, State
 
 logger = logging.getLogger(__name__)
@@ -127,6 +138,30 @@ class EtcdGoodput:
 
 
 REPLACE_TIMEOUT_S = 5.0  # for the header to stop changing
+MOST_IDS = 3  # in a message
+
+
+def alone_at_store(keys: Iterable[str], run_id: str, hosted_here: bool, endpoint: str) -> str:
+    """Return why too few nodes came to a store that the job has brought, for people; "" if nothing in it says so. Pure.
+
+    keys: all in the store. hosted_here: this node hosts it, or one of several.
+    """
+    found = sorted({(job, kind, name) for job, kind, name in (_parts_of(key) for key in keys) if kind == "nodes"})
+    others = sorted({job for job, _, _ in found if job != run_id})
+    if others:
+        return (
+            f"other nodes wait there under --rdzv-id={', '.join(map(printable, others[:MOST_IDS]))}: give all nodes the same id"
+        )
+    if hosted_here and len(found) == 1:
+        return f"this node hosts the store at {printable(endpoint)}, and no other node came to it: name one host on all of them"
+    return ""
+
+
+def _parts_of(key: str) -> tuple[str, str, str]:
+    """Return the run id, the kind of the record, and the rest of a key."""
+    job, _, rest = key.removeprefix(ROOT).partition("/")
+    kind, _, name = rest.partition("/")
+    return job, kind, name
 
 
 class OwnStore(Protocol):
@@ -182,9 +217,12 @@ class EtcdRendezvous(contract.Base):
 
     # A round begins.
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int) -> None:
+    def prepare(self, spec: WorkerSpec, max_restarts: int, program: WorkerProgram | None = None) -> None:
         self._workers, self._role = spec.local_world_size, spec.role
         self._place.policy.max_restarts = max_restarts
+        if program is not None:
+            mine = configuration.configuration(self.settings, self.host, program)
+            self._place.participant.registration.configuration = configuration.encode(mine)
 
     def trains_without_us(self) -> bool:
         context = self._place.participant.context
@@ -204,9 +242,26 @@ class EtcdRendezvous(contract.Base):
                 while (info := self._next_round()) is None:
                     pass
                 return info
-        except rendezvous.RendezvousTimeoutError:
-            self._timed_out = True  # others may wait for longer, and more may come
+        except NodesDiffer:
+            self._timed_out = True
             raise
+        except rendezvous.RendezvousTimeoutError as error:
+            self._timed_out = True  # others may wait for longer, and more may come
+            why = self._why_alone()
+            raise rendezvous.RendezvousTimeoutError(f"{error}; {why}" if why else str(error)) from error
+
+    def _why_alone(self) -> str:
+        """Return how the job's own store explains that too few nodes came, for people; "" if it does not."""
+        alive_until = self._place.alive_until()
+        if self._own_store is None or alive_until is None or alive_until < time.monotonic():  # else it does not answer
+            return ""
+        try:
+            keys = [kv.key.decode(errors="replace") for kv in self._place.participant.client.get_prefix(ROOT, keys_only=True).kvs]
+        except EtcdError as error:
+            logger.debug("what else is in the store is unknown: %s", error)
+            return ""
+        context = self._place.participant.context
+        return alone_at_store(keys, context.config.run_id, self._own_store.hosted_here, self._place.params.endpoint)
 
     def _next_round(self) -> rendezvous.RendezvousInfo | None:
         """Wait for the next round; return None if it was over before this node entered it."""

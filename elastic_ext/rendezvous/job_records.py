@@ -16,7 +16,8 @@ from elastic_ext.base.printable import printable
 from elastic_ext.etcd import Compare, Delete, EtcdClient, Get, LeaseLost, Put, absent, unchanged
 from elastic_ext.etcd.values import KeyValue, Op, TxnResult
 from elastic_ext.failures.ledger import decode_verdict
-from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous import configuration, drains
+from elastic_ext.rendezvous.configuration import TO_DO
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import SCHEMA, Header, Node, RecordReader, State
 from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, JoinAnswer, after_join, is_late
@@ -228,6 +229,21 @@ class JobRecords:
             return written
         return job.lease_id
 
+    def compare(self, mine: str) -> None:
+        """Compare what this node runs with to what the job does. mine: a `Configuration`, encoded; "": unknown.
+
+        Raises UsageError: this node does not belong to the job, or its settings must be mended first.
+        """
+        found = self._client.get(self._keys.configuration).kv if mine else None
+        job = self._reader.configuration(found) if found is not None else None
+        if job is None:  # the leader is of a version without that record, or it was lost: the next round has it again
+            return
+        differs = configuration.with_job(job, configuration.decode(mine, "this node's own"))
+        if differs.wrong:
+            raise errors.UsageError(f"this node cannot take part in the job under this --rdzv-id: {differs.wrong}; {TO_DO}")
+        if differs.noted:
+            logger.warning("this node differs from the job that it joins: %s", differs.noted)
+
     def _is_of(self, header: KeyValue | None, name: str) -> bool:
         found = self._reader.header(header) if header is not None else None
         return found is not None and found.job == name != ""
@@ -244,7 +260,7 @@ class JobRecords:
         if self._has_nodes():
             return not self._client.txn(as_found).succeeded  # what did not change until now was so when the nodes were read
         folders = [Delete(each, prefix=True) for each in (self._keys.assignments, self._keys.reports)]
-        deletes = [*folders, Delete(self._keys.header), Delete(self._keys.job)]
+        deletes = [*folders, *map(Delete, (self._keys.header, self._keys.job, self._keys.configuration))]
         verdict = found.header.verdict
         if found.header.state is State.DONE or (verdict and not decode_verdict(verdict).keeps_ledger):
             deletes += [Delete(each, prefix=True) for each in self._keys.outliving]

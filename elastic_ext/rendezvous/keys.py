@@ -5,6 +5,10 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     job             a job_records.SharedSettings. Lease: job.
                     Written by the first node of the job; if lost, by the leader, or after a while by any node.
                     Read by each node as it enters; watched by the leader.
+    config          a configuration.Configuration: what the job runs with. Lease: job.
+                    Written by the leader as it seals a round. Read by each node that comes later.
+    configs/ID      a configuration.Configuration: what node ID runs with. Lease: node.
+                    Written by that node as it registers. Read by the leader before the first round.
     round           a round_records.Header, written by header_record.swap only. Lease: job.
                     Written by the leader; by any node that ends the round or requests a save; by the node of rank 0, with its
                     choice of a checkpoint; by `elastic-ext checkpoints save`; by `elastic-ext drain`, whose drains it holds. If
@@ -111,6 +115,17 @@ class JobKeys:
 
     def node(self, node_id: str) -> str:
         return self.nodes + node_id
+
+    @property
+    def configuration(self) -> str:
+        return self.prefix + "config"
+
+    @property
+    def configurations(self) -> str:
+        return self.prefix + "configs/"
+
+    def configuration_of(self, node_id: str) -> str:
+        return self.configurations + node_id
 
     def doubt(self, node_id: str) -> str:
         return f"{self.prefix}doubts/{node_id}"

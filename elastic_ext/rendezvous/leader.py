@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, LeaseLost, Put, Snapshot, Watch, unchanged
@@ -20,7 +20,8 @@ from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.failures.joint_evidence import Comparison
 from elastic_ext.failures.ledger import decode_verdict
-from elastic_ext.rendezvous import drains, rounds
+from elastic_ext.rendezvous import configuration, drains, rounds
+from elastic_ext.rendezvous.configuration import Configuration
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports
 from elastic_ext.rendezvous.own_records import OwnWatches, Registration
@@ -65,8 +66,12 @@ class Leader:
         outage: Outage,
         policy: AgentPolicy,
         restore: Callable[[], None],
+        configuration: str = "",
     ) -> None:
-        """created: create revision of this node's key. restore: writes lost records of the job again."""
+        """created: create revision of this node's key. restore: writes lost records of the job again.
+
+        configuration: what this node runs with, encoded; "": unknown.
+        """
         self._context = context
         self._header = header
         self._outage = outage
@@ -79,6 +84,7 @@ class Leader:
         self._members = Members(context, header, outage)
         self._members.load()  # first: if it fails, this object is created again, and nothing would close the watches
         self._records = NodeRecords(context, created, self._post_look, self._on_member_of_lost_round)
+        self._records.configurations.mine = configuration
         self._upkeep = JobUpkeep(context, header, restore)
 
     def close(self) -> None:
@@ -126,15 +132,19 @@ class Leader:
 
     def _view(self) -> rounds.View:
         header, records = self._header.value, self._records
+        members = self._members.known(records.nodes)
+        strangers = records.configurations.strangers(records.nodes.keys() - members.keys()) if header.round else ()
         view = rounds.View(
             header,
-            records.nodes,
+            {id_: node for id_, node in records.nodes.items() if id_ not in strangers},
             records.joined,
-            self._members.known(records.nodes),
+            members,
             records.last_arrival,
             finished_at=self._finished_at(header.round),
             returning_until=self._outage.returning_until,
         )
+        if header.state is State.FORMING:
+            return dataclasses.replace(view, differs=records.configurations.differ(records.nodes))
         if header.state is State.RUNNING:
             differ = self._records.comparison.of(rounds.hashed(view))
             if differ is not None and differ.agreed is None:
@@ -181,6 +191,8 @@ class Leader:
         for host in sorted(drains.ambiguous_hosts(view.nodes)):
             _warn_of_name(host)
         puts = [Put(keys.assignment(id_), encode(assignment), lease_id=lease_id) for id_, assignment in assignments.items()]
+        if mine := self._records.configurations.mine:
+            puts = [Put(keys.configuration, mine, lease_id=lease_id), *puts]
         for at in range(0, len(puts), OPS_PER_TXN):
             written = client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN])
             if not written.succeeded:
@@ -282,6 +294,12 @@ def _warn_of_name(host: str) -> None:
 
 
 @functools.cache
+def _warn_of_settings(differ: str) -> None:
+    """Log it once."""
+    logger.warning("the nodes of this job differ: %s", differ)
+
+
+@functools.cache
 def _warn_of_script(round_: int, text: str) -> None:
     """Log it once in a round."""
     logger.warning("elastic_ext: %s", text)
@@ -372,6 +390,7 @@ class NodeRecords:
         self.written: dict[str, int] = {}  # revision of each node's record, by id
         self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
         self.comparison = Comparison()  # of what their workers have hashed of their replicas
+        self.configurations = NodeConfigurations(context)
         self._context, self._created = context, created
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
@@ -442,6 +461,36 @@ class NodeRecords:
         for id_ in [id_ for id_, kv in self._overwritten.items() if id_ in members or kv.version > 1]:
             kv = self._overwritten.pop(id_)
             self._context.client.txn([unchanged(kv.key, kv.mod_revision)], [Delete(kv.key)])
+
+
+class NodeConfigurations:
+    """What each node runs with that is in no round yet, read as nodes come. For the rendezvous thread."""
+
+    def __init__(self, context: NodeContext) -> None:
+        self.mine = ""  # what this node runs with, encoded; "": unknown
+        self._context = context
+        self._read: dict[str, Configuration | None] = {}  # by id; None: of a version that does not write it
+
+    def differ(self, nodes: Collection[str]) -> str:
+        """Return in what these nodes differ that must be alike. Log what else they differ in."""
+        found = configuration.among(list(self._known(nodes).values()))
+        if found.noted:
+            _warn_of_settings(found.noted)
+        return found.wrong
+
+    def strangers(self, nodes: Collection[str]) -> Collection[str]:
+        """Return which of these nodes differ from the job in what must be alike: no round grows by them, and they leave."""
+        if not (self.mine and nodes):
+            return ()
+        job = configuration.decode(self.mine, "this node's own")
+        return [id_ for id_, known in self._known(nodes).items() if configuration.with_job(job, known).wrong]
+
+    def _known(self, nodes: Collection[str]) -> Mapping[str, Configuration]:
+        if not self._read.keys() >= set(nodes):
+            folder, reader = self._context.keys.configurations, self._context.reader
+            kvs = reader.named(folder, self._context.client.get_prefix(folder).kvs)
+            self._read = {id_: reader.configuration(kvs[id_]) if id_ in kvs else None for id_ in nodes}
+        return {id_: known for id_ in nodes if (known := self._read[id_]) is not None}
 
 
 class JobUpkeep:

@@ -36,6 +36,8 @@ class Registration:
         self.node: Node | None = None  # the record as it should be; None before the node has entered and after it has left
         self.session: LeaseSession | None = None  # the lease; None at the same times
         self.created = 0  # create revision of the node's key; 0 before the node has entered
+        self.configuration = ""  # what this node runs with, encoded; "": unknown
+        self.compared = False  # with the job, by the leader before the first round or by this node itself
         # Monotonic time when somebody has deleted the key: the others may continue without this node. Any thread may read it. It
         # is set before a header is read that was written after the delete.
         self.deleted_at = -math.inf
@@ -73,8 +75,11 @@ class Registration:
 
     def create_ops(self) -> list[values.Op]:
         """Return the operations that create this node's key: read the last node's name, write the key, become the last node."""
-        put, last = self._put(), self._context.keys.last_node
-        return [Get(last), put, Put(last, self._context.config.node_id, lease_id=put.lease_id)]
+        put, keys, node_id = self._put(), self._context.keys, self._context.config.node_id
+        ops: list[values.Op] = [Get(keys.last_node), put, Put(keys.last_node, node_id, lease_id=put.lease_id)]
+        if not self.configuration:
+            return ops
+        return [*ops, Put(keys.configuration_of(node_id), self.configuration, lease_id=put.lease_id)]
 
     def _put(self) -> Put:
         assert self.node is not None

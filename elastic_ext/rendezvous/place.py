@@ -25,6 +25,7 @@ from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Pu
 from elastic_ext.failures import ledger, slurm
 from elastic_ext.rendezvous import drains, header_record, job_status, judging, leader, round_store, rounds
 from elastic_ext.rendezvous.address import check_own, checked_address, host_of, is_loopback, network, own_address, own_name
+from elastic_ext.rendezvous.configuration import TO_DO
 from elastic_ext.rendezvous.contract import ETCD, JOIN_TIMEOUT_S, JobDone
 from elastic_ext.rendezvous.fence import Fence
 from elastic_ext.rendezvous.job_records import JobRecords, LateJoins
@@ -35,6 +36,10 @@ from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, No
 from elastic_ext.rendezvous.tasks import Dispatcher, HostRefused, LostRace, NodeConfig, NodeContext, Outage, TaskRunner
 
 logger = logging.getLogger(__name__)
+
+
+class NodesDiffer(errors.UsageError):
+    """The nodes of a job run with different settings, so that no first round was formed."""
 
 
 class Participant:
@@ -87,7 +92,8 @@ class Participant:
 
         def lead() -> leader.Leader:
             header.read()
-            return leader.Leader(context, header, self.registration.created, outage, policy, self.repair.restore)
+            own = self.registration
+            return leader.Leader(context, header, own.created, outage, policy, self.repair.restore, own.configuration)
 
         self.election = leader.Election(context, self.registration, lead)
         self.repair = RecordRepair(
@@ -192,7 +198,10 @@ class Participant:
             self.header_record.enter(found)
             registration.registered(written.revision, last)
         else:
-            self.header_record.enter(self._job_records.read_or_create())
+            found = self._job_records.read_or_create()
+            if found.header.round and found.header.state is not State.CLOSED:  # else another job is to begin
+                self._compare()
+            self.header_record.enter(found)
             registration.write()
         self._on_header()
         if self.joined is not None:  # before it knew that it had registered, so that it restored nothing until now
@@ -203,7 +212,14 @@ class Participant:
         if self.election.leader is not None:
             self.election.on_timer()
 
+    def _compare(self) -> None:
+        """Raises UsageError: this node cannot take part in the job."""
+        if not self.registration.compared:
+            self._job_records.compare(self.registration.configuration)
+            self.registration.compared = True
+
     def _on_joined(self) -> None:
+        self.registration.compared = True
         self._on_change()
         self.tasks.post(self.election.follow)
         if self._assignment.doubtful:
@@ -215,6 +231,8 @@ class Participant:
 
     def _on_header(self) -> None:
         self._assignment.join_if_assigned()
+        if self.header.round and not self.registration.compared and self.registration.created:
+            self.tasks.retry(self._compare)  # it came as the first round was sealed; a member of that has joined by then
         self._on_change()
 
     def _on_own_assignment(self, kv: values.KeyValue) -> None:
@@ -243,6 +261,7 @@ class RecordRepair:
         round           the same: the node writes the header that it remembers. A header that `precedes` it was brought back by a
                         node that had missed events, and is replaced. So the newest header that any node knows comes back.
         assign/ID       its node writes it again, while the header is still of that round
+        config          the leader writes it with each round
         last, ledger, charges, refused: lost records are forgotten
 
     Invariant: each of these writes is conditional on the record still being missing.
@@ -496,10 +515,11 @@ class Place:
             JobStopped: a verdict has ended the job, or has this node leave.
             NodeDrained: an operator has this node leave.
             JobDone: without this node.
+            NodesDiffer: they still do when this node has waited for as long as it may.
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
         participant = self.participant
-        deadline, notified = time.monotonic() + self.patience.timeout_s, ""
+        deadline, notified, said = time.monotonic() + self.patience.timeout_s, "", ""
         silence = Silence(self.patience.silent_s)
         with self.changed:
             while True:
@@ -520,6 +540,11 @@ class Place:
                 if self._is_spare(header, after):
                     deadline = time.monotonic() + self.patience.timeout_s
                 left = deadline - time.monotonic()
+                if header.differs and left <= 0:
+                    raise NodesDiffer(f"no round was formed: {header.differs}; {TO_DO}")
+                if header.differs != said:
+                    said = header.differs
+                    _show_difference(said, left)
                 if left <= 0:
                     why = f": {participant.tasks.etcd_full}" if participant.tasks.etcd_full is not None else ""
                     raise rendezvous.RendezvousTimeoutError(f"{self.patience.over}{why}")
@@ -565,6 +590,13 @@ class Place:
         self.participant.leave(LEAVE_TIMEOUT_S)
         self.participant.client.close()  # before the dispatcher, which may be in a call that never returns
         self.dispatcher.close(LEAVE_TIMEOUT_S)
+
+
+def _show_difference(differs: str, left_s: float) -> None:
+    if differs:
+        logger.warning("no round is formed: %s; unless that is mended, this node leaves with 78 in %.0f s", differs, left_s)
+    else:
+        logger.warning("the nodes do not differ any more in what must be alike")
 
 
 @functools.lru_cache(1)  # a waiting node looks at the same verdict again and again

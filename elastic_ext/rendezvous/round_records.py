@@ -19,6 +19,8 @@ from elastic_ext.base.records import Count, Name, Port, RecordError, Within, is_
 from elastic_ext.etcd import KeyValue
 from elastic_ext.failures.joint_evidence import Hashed
 from elastic_ext.failures.ledger import Ledger, decode_ledger, decode_verdict
+from elastic_ext.rendezvous import configuration
+from elastic_ext.rendezvous.configuration import Configuration
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +133,8 @@ class Header:
     # Nodes that are to leave the job; those that have left stay here until the next round is sealed.
     drains: tuple[Drain, ...] = ()
     drains_made: Count = 0  # number of changes to `drains` in this job
+    # In what the nodes' configurations differ, for people, so that no first round is formed; "": in nothing that must be alike.
+    differs: str = ""
 
     @property
     def ended(self) -> bool:
@@ -216,6 +220,10 @@ class RecordReader:
             return header if verdict is not None else None
         self.note_fault(f"{_shown(kv.key)} holds a header of round {header.round} with a verdict on round {verdict.round}", kv)
         return None
+
+    def configuration(self, kv: KeyValue) -> Configuration | None:
+        """Read what a node, or the job, runs with."""
+        return self._try(lambda: configuration.decode(kv.value, _shown(kv.key)), kv.key, kv.value)
 
     def ledger(self, kv: KeyValue) -> Ledger | None:
         """Read the job's ledger."""

@@ -19,6 +19,7 @@ from elastic_ext.agent.verdicts import Verdicts, for_others
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, decode_verdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.rendezvous.contract import JobDone
 
 NO_ROOM = """
 import resource, sys
@@ -79,6 +80,16 @@ def test_a_job_closed_silently_ends_with_one_line(monkeypatch, capsys):
     exits._hook(RendezvousClosedError, RendezvousClosedError("the job j is over: h closed the job"), None)
     assert ended == [1]
     assert capsys.readouterr().err.endswith(" ERROR elastic_ext: the job j is over: h closed the job\n")
+
+
+def test_a_late_node_says_why_it_ends(monkeypatch, caplog):
+    """Its script never ran, so 0 needs a reason that everybody sees."""
+    monkeypatch.setattr(exits, "set_succeeded", lambda: None)
+    result = exits.succeeded_without(SimpleNamespace(workers=[SimpleNamespace(global_rank=-1)]), JobDone("the job j is over"))
+    assert result.return_values == {-1: None}
+    (record,) = caplog.records
+    said = "the job j is over; nothing is left to do on this node: exit code 0"
+    assert (record.levelname, record.getMessage()) == ("WARNING", said)
 
 
 @pytest.mark.full

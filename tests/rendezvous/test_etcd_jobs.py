@@ -41,11 +41,12 @@ class Nodes:
         self.stack = stack
         self.gate = gate or Gate(tmp_path / "gate")
         self.options = ["--rdzv-backend=ext_etcd"]
+        self.run_id = "job"
         self.jobs: dict[str, Job] = {}
 
     def start(self, name, endpoint, nnodes, *more, script=ELASTIC, conf=CONF, launcher=TORCHRUN, **variables: str) -> Job:
         """more: options of the script. launcher: how torchrun is started."""
-        where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--nnodes={nnodes}"]
+        where = [f"--rdzv-endpoint={endpoint}", f"--rdzv-id={self.run_id}", f"--nnodes={nnodes}"]
         command = [*launcher, *self.options, *where, f"--rdzv-conf={conf}", "--max-restarts=3", script, *more]
         job = Job(command, self.tmp_path, NODE=name, GATE=str(self.gate.path), **variables)
         self.jobs[name] = self.stack.enter_context(job)

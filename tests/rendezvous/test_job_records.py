@@ -10,6 +10,8 @@ import pytest
 from elastic_ext.base.errors import UsageError
 from elastic_ext.etcd import Delete, Put
 from elastic_ext.rendezvous import rounds
+from elastic_ext.rendezvous.configuration import Configuration, ConfiguredValue
+from elastic_ext.rendezvous.configuration import encode as encode_configuration
 from elastic_ext.rendezvous.job_records import JobRecords, JobSnapshot, SharedSettings
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.leader import Members
@@ -96,6 +98,19 @@ def test_the_slower_node_enters_the_fasters_job(world, start, nodes_before, afte
     assert (found.lease_id, found.header) == (begun[0].lease_id, Header())
     assert fast.get(KEYS.job).kv.lease_id == begun[0].lease_id
     assert len(begun) == 1
+
+
+def test_another_script_is_another_job(world, start):
+    """Also of one that is done: its node does not end with 0 as if its script had run."""
+    client = Client(world)
+    records = start.records(client, "b", 1)
+    job, mine = (encode_configuration(Configuration(name, (ConfiguredValue("script", f"{name}.py"),))) for name in ("a", "b"))
+    records.compare(mine)  # of an older version, or lost: nothing is known
+    client.txn([], [Put(KEYS.configuration, job, lease_id=client.lease_grant(10).lease_id)])
+    records.compare("")
+    records.compare(job)
+    with pytest.raises(UsageError, match=r"script is a\.py in the job, and b\.py on this node; give all nodes of a job the same"):
+        records.compare(mine)
 
 
 def test_a_job_that_has_nodes_is_not_deleted(world, start):

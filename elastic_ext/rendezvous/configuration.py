@@ -1,0 +1,136 @@
+"""What a job runs with on each node: its script, its settings, its versions; and where nodes differ in that. Pure.
+
+Each node writes its `Configuration` as it enters. Before the first round the leader compares all of them, and forms no round
+while they differ. From then on the job has a record of its own: a node that comes later compares itself with that, and leaves
+if it differs; the leader forms no round with it meanwhile. What must be alike decides for the whole job. The rest is logged.
+
+Invariant: no two nodes of a round differ in what must be alike. Only a node of a version without this record is not compared.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from elastic_ext.base import records
+from elastic_ext.base.printable import cut, printable, redacted
+from elastic_ext.base.settings import Settings
+
+SCHEMA = 1
+MAX_TEXT = 1024  # characters of a value: the longest key in S3
+MOST_KEYS = 3  # in a message
+MOST_NAMES = 3  # of nodes, for one value
+NOT_SET = "not set"
+TO_DO = "give all nodes of a job the same script and settings, and each job an --rdzv-id of its own"
+SCRIPT = "script"
+DEFAULT_ROLE = "default"  # of torch; DEFAULT_ROLE in torch/distributed/elastic/agent/server/api.py
+
+# What decides for the whole job. Of local_dir each node may have another one, but all have one or none has.
+ALIKE = (
+    *("checkpoint_dir", "checkpoint_pattern", "verify", "resume_from", "memory_every", "integrity_every"),
+    *("hang", "hang_timeout", "exit_codes", "bootstrap"),
+)
+GIVEN = ("local_dir",)
+# The leader's holds, or each node's own for itself.
+LOGGED = ("memory_limit", "budget_window", "kind_limits", "grow_at")
+
+
+@dataclass(frozen=True)
+class ConfiguredValue:
+    key: str
+    text: str  # for people, and to compare
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What one node runs with. alike: what must be the same on all nodes; logged: what is logged where it is not."""
+
+    host: str
+    alike: tuple[ConfiguredValue, ...] = ()
+    logged: tuple[ConfiguredValue, ...] = ()
+
+
+@dataclass(frozen=True)
+class WorkerProgram:
+    """What the workers of a node run. script: a path, or the name of a module, a command or a function."""
+
+    script: str
+    role: str
+    max_restarts: int
+    versions: Mapping[str, str]  # by package
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Where configurations differ, for people; "" for nowhere. wrong: in what must be alike. noted: in what is logged."""
+
+    wrong: str = ""
+    noted: str = ""
+
+
+def configuration(settings: Settings, host: str, program: WorkerProgram) -> Configuration:
+    """Return what this node writes. Nodes of another role may run another script."""
+    of_role = SCRIPT if program.role == DEFAULT_ROLE else f"{SCRIPT} of role {program.role}"
+    alike = {of_role: program.script.rpartition("/")[2], **{key: getattr(settings, key) for key in ALIKE}}
+    alike |= {key: "set" if getattr(settings, key) else None for key in GIVEN}
+    logged = {f"path of the {of_role}": program.script, "max_restarts": program.max_restarts}
+    logged |= {**{key: getattr(settings, key) for key in LOGGED}, **program.versions}
+    return Configuration(host, _values(alike), _values(logged))
+
+
+def _values(of: Mapping[str, object]) -> tuple[ConfiguredValue, ...]:
+    return tuple(ConfiguredValue(key, _text(value)) for key, value in of.items())
+
+
+def _text(value: object) -> str:
+    if value is None or value == "":
+        return NOT_SET
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return cut(printable(redacted(str(value))), MAX_TEXT)
+
+
+def encode(value: Configuration) -> str:
+    return records.encode(value, SCHEMA)
+
+
+def decode(data: bytes | str, what: str) -> Configuration:
+    """Raises RecordError."""
+    return records.read(Configuration, data, what, SCHEMA)
+
+
+def among(nodes: Sequence[Configuration]) -> Disagreement:
+    """Compare nodes with each other."""
+    return _compared([(f"on {printable(node.host)}", node) for node in nodes])
+
+
+def with_job(job: Configuration, mine: Configuration) -> Disagreement:
+    """Compare a node that comes later with the job."""
+    return _compared([("in the job", job), ("on this node", mine)])
+
+
+def _compared(placed: Sequence[tuple[str, Configuration]]) -> Disagreement:
+    """Another version has other settings: only what two nodes or more have is compared."""
+    return Disagreement(
+        _differing([(place, each.alike) for place, each in placed]), _differing([(place, each.logged) for place, each in placed])
+    )
+
+
+def _differing(placed: Sequence[tuple[str, Sequence[ConfiguredValue]]]) -> str:
+    places: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for place, values in placed:
+        for each in values:
+            places[each.key][each.text].append(place)
+    differing = [_phrase(key, by_text) for key, by_text in places.items() if len(by_text) > 1]
+    more = f"; and {len(differing) - MOST_KEYS} more" if len(differing) > MOST_KEYS else ""
+    return printable("; ".join(differing[:MOST_KEYS]) + more)  # anybody may have written a record
+
+
+def _phrase(key: str, by_text: Mapping[str, Sequence[str]]) -> str:
+    """checkpoint_dir is /a on n1, on n2 and 3 more, and not set on n6"""
+    shown = []
+    for text, places in sorted(by_text.items(), key=lambda each: (-len(each[1]), each[0] == NOT_SET)):
+        more = f" and {len(places) - MOST_NAMES} more" if len(places) > MOST_NAMES else ""
+        shown.append(f"{text} {', '.join(places[:MOST_NAMES])}{more}")
+    return f"{key} is {', and '.join(shown)}"

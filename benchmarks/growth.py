@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, default=3, help="tries of each size")
     parser.add_argument("--processes", type=int, default=8, help="processes for the handlers that stay")
     parser.add_argument("--minutes", type=float, default=1.0, help="how long the traffic is measured")
-    parser.add_argument("--timeout", type=float, default=120.0, help="limit for a round, in seconds")
+    parser.add_argument("--timeout", type=float, default=300.0, help="limit for a round, in seconds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     if len(args.sizes) < 2 or min(args.sizes) <= RACK + 2:

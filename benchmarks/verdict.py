@@ -124,7 +124,7 @@ def draw(figure: Any, found: dict[str, list[AgentTimes]]) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="number of tries of each side")
-    parser.add_argument("--timeout", type=float, default=60, help="limit for one job, in seconds")
+    parser.add_argument("--timeout", type=float, default=300, help="limit for one job, in seconds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine = measure.machine()

@@ -493,7 +493,7 @@ class Node:
         self.agent = Lane(world, self.process)
         self.lane = Lane(world, self.process)
         config = NodeConfig("job", name, limits, ttl_s, **{"host": name, **more})
-        policy = policy or AgentPolicy(Settings(), limits.min_nodes, lambda: None)
+        policy = policy or AgentPolicy(Settings(), lambda: None)
         self.participant = Participant(self.client, self.lane, config, self._changed, policy)  # type: ignore[arg-type]
         self.headers: list[Header] = []
 

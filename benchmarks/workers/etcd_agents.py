@@ -42,7 +42,7 @@ class Agent:
         self._after = -1
         self.round = 0
         config = NodeConfig(job["run_id"], f"node-{number:05d}", limits, job["ttl"])
-        policy = AgentPolicy(Settings(), limits.min_nodes, lambda: None)
+        policy = AgentPolicy(Settings(), lambda: None)
         self.participant = Participant(client, dispatcher, config, self._changed, policy)
 
     def ready(self, after: int) -> None:

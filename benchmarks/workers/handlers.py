@@ -30,7 +30,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -52,9 +51,11 @@ def handler(job: dict[str, Any], number: int) -> Any:
     )
     made = get_rendezvous_handler(params)
     if job["backend"] != "c10d":
+        from elastic_ext.rendezvous.configuration import WorkerProgram
+
         made.attached = True  # there is no agent
         made.reaper_runs = lambda: True  # nor workers that could outlive one
-        made.prepare(SimpleNamespace(local_world_size=1, role="default"), MAX_RESTARTS)
+        made.prepare(WorkerProgram("train.py", "default", 1, MAX_RESTARTS, {}))
     return made
 
 

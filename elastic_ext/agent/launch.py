@@ -113,7 +113,7 @@ def program_of(spec: WorkerSpec, settings: Settings) -> WorkerProgram:
     script = program.program if program is not None else spec.entrypoint
     name = script if isinstance(script, str) else getattr(script, "__qualname__", "")
     versions = {"elastic_ext": elastic_ext.__version__, "torch": str(torch.__version__)}
-    return WorkerProgram(name, spec.role, max_restarts(spec, settings), versions)
+    return WorkerProgram(name, spec.role, spec.local_world_size, max_restarts(spec, settings), versions)
 
 
 def max_restarts(spec: WorkerSpec, settings: Settings) -> int:

@@ -69,7 +69,7 @@ class Supervisor(TorchAgent):
         self._round: RunningRound | None = None
         self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it need not leave
         self._handler.attached = True
-        self._handler.prepare(self.spec, launch.max_restarts(self.spec, self._settings), launch.program_of(spec, self._settings))
+        self._handler.prepare(launch.program_of(spec, self._settings))
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""

@@ -13,7 +13,6 @@ from typing import cast
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic import rendezvous
-from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.base import contracts, goodput, name_lookup, round_store
 from elastic_ext.base.printable import printable
@@ -251,8 +250,8 @@ class OneMachine(contract.Base):
 
     # For our agent
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int, program: WorkerProgram | None = None) -> None:
-        self._max_restarts = max_restarts
+    def prepare(self, program: WorkerProgram) -> None:
+        self._max_restarts = program.max_restarts
 
     def trains_without_us(self) -> bool:
         return False

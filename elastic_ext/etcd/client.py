@@ -220,8 +220,9 @@ class EtcdClient:
             failure=[op.message() for op in on_failure],
         )
         writes = [op for op in (*on_success, *on_failure) if not isinstance(op, values.Get)]
-        keys = [op.key for op in writes] or [compare.key for compare in compares]
-        what = f"transaction on {_show(keys[0]) if keys else 'nothing'}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
+        keys = [op.key for op in writes] or [compare.key for compare in compares] or [op.key for op in on_success]
+        kind = "transaction on" if writes or compares else "read of"
+        what = f"{kind} {_show(keys[0]) if keys else 'nothing'}{f' and {len(keys) - 1} more' if len(keys) > 1 else ''}"
 
         def send(etcd: Stubs) -> values.TxnResult:
             return values.TxnResult.parse(etcd.kvstub.Txn(request, etcd.timeout, metadata=etcd.metadata))

@@ -32,7 +32,7 @@ ALIKE = (
     *("hang", "hang_timeout", "exit_codes", "bootstrap"),
 )
 GIVEN = ("local_dir",)
-# The leader's holds, or each node's own for itself.
+# The leader's value holds for the job, or each node's own for itself.
 LOGGED = ("memory_limit", "budget_window", "kind_limits", "grow_at")
 
 
@@ -57,6 +57,7 @@ class WorkerProgram:
 
     script: str
     role: str
+    workers: int
     max_restarts: int
     versions: Mapping[str, str]  # by package
 
@@ -69,12 +70,12 @@ class Disagreement:
     noted: str = ""
 
 
-def configuration(settings: Settings, host: str, program: WorkerProgram) -> Configuration:
+def of_node(settings: Settings, host: str, program: WorkerProgram) -> Configuration:
     """Return what this node writes. Nodes of another role may run another script."""
     of_role = SCRIPT if program.role == DEFAULT_ROLE else f"{SCRIPT} of role {program.role}"
     alike = {of_role: program.script.rpartition("/")[2], **{key: getattr(settings, key) for key in ALIKE}}
     alike |= {key: "set" if getattr(settings, key) else None for key in GIVEN}
-    logged = {f"path of the {of_role}": program.script, "max_restarts": program.max_restarts}
+    logged = {f"path of {of_role}": program.script, "max_restarts": program.max_restarts}
     logged |= {**{key: getattr(settings, key) for key in LOGGED}, **program.versions}
     return Configuration(host, _values(alike), _values(logged))
 
@@ -102,7 +103,7 @@ def decode(data: bytes | str, what: str) -> Configuration:
 
 def among(nodes: Sequence[Configuration]) -> Disagreement:
     """Compare nodes with each other."""
-    return _compared([(f"on {printable(node.host)}", node) for node in nodes])
+    return _compared([(node.host, node) for node in nodes], "on ")
 
 
 def with_job(job: Configuration, mine: Configuration) -> Disagreement:
@@ -110,27 +111,27 @@ def with_job(job: Configuration, mine: Configuration) -> Disagreement:
     return _compared([("in the job", job), ("on this node", mine)])
 
 
-def _compared(placed: Sequence[tuple[str, Configuration]]) -> Disagreement:
-    """Another version has other settings: only what two nodes or more have is compared."""
-    return Disagreement(
-        _differing([(place, each.alike) for place, each in placed]), _differing([(place, each.logged) for place, each in placed])
-    )
+def _compared(placed: Sequence[tuple[str, Configuration]], at: str = "") -> Disagreement:
+    """Another version has other settings: only what two nodes or more have is compared. at: stands before names of places."""
+    alike = _differing([(place, each.alike) for place, each in placed], at)
+    return Disagreement(alike, _differing([(place, each.logged) for place, each in placed], at))
 
 
-def _differing(placed: Sequence[tuple[str, Sequence[ConfiguredValue]]]) -> str:
+def _differing(placed: Sequence[tuple[str, Sequence[ConfiguredValue]]], at: str) -> str:
     places: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for place, values in placed:
         for each in values:
             places[each.key][each.text].append(place)
-    differing = [_phrase(key, by_text) for key, by_text in places.items() if len(by_text) > 1]
+    differing = [_phrase(key, by_text, at) for key, by_text in places.items() if len(by_text) > 1]
     more = f"; and {len(differing) - MOST_KEYS} more" if len(differing) > MOST_KEYS else ""
     return printable("; ".join(differing[:MOST_KEYS]) + more)  # anybody may have written a record
 
 
-def _phrase(key: str, by_text: Mapping[str, Sequence[str]]) -> str:
-    """checkpoint_dir is /a on n1, on n2 and 3 more, and not set on n6"""
+def _phrase(key: str, by_text: Mapping[str, Sequence[str]], at: str) -> str:
+    """checkpoint_dir=/a on n1, n2 and 3 more, but not set on n6"""
     shown = []
-    for text, places in sorted(by_text.items(), key=lambda each: (-len(each[1]), each[0] == NOT_SET)):
+    for text, places in sorted(by_text.items(), key=lambda each: (each[0] == NOT_SET, -len(each[1]))):
         more = f" and {len(places) - MOST_NAMES} more" if len(places) > MOST_NAMES else ""
-        shown.append(f"{text} {', '.join(places[:MOST_NAMES])}{more}")
-    return f"{key} is {', and '.join(shown)}"
+        value = text if text == NOT_SET else f"{key}={text}"
+        shown.append(f"{value} {at}{', '.join(places[:MOST_NAMES])}{more}")
+    return ", but ".join(shown)

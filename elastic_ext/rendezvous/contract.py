@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.distributed.elastic.agent.server.api import Worker, WorkerSpec
+from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
 
 from elastic_ext.base.contracts import Exchange, LeaseRevocation
@@ -140,11 +140,8 @@ class Rendezvous(Protocol):
     def get_run_id(self) -> str:
         """Return the value of --rdzv-id, or its substitute."""
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int, program: WorkerProgram | None = None) -> None:
-        """Set what this node offers to a round, and the job's budget; the agent calls it before the first round.
-
-        program: what its workers run, to compare with other nodes; None: unknown.
-        """
+    def prepare(self, program: WorkerProgram) -> None:
+        """Set what this node offers to a round, and the job's budget; the agent calls it before the first round."""
 
     def trains_without_us(self) -> bool:
         """Return whether the job trains, before this node has entered it; False if that is unknown."""

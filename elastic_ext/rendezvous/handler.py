@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch.distributed import PrefixStore
 from torch.distributed.elastic import rendezvous
-from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, WorkerSpec
+from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 
 from elastic_ext.base import contracts, errors, goodput, name_lookup, records
 from elastic_ext.base.printable import printable
@@ -197,7 +197,7 @@ class EtcdRendezvous(contract.Base):
     ) -> None:
         """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
         super().__init__(params, settings)
-        policy = judging.AgentPolicy(settings, params.min_nodes, newest_checkpoint)
+        policy = judging.AgentPolicy(settings, newest_checkpoint)
         on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
         self._place = place = take_place(params, settings, policy, on_event, on_wait, own_store is not None)
         context = place.participant.context
@@ -217,12 +217,11 @@ class EtcdRendezvous(contract.Base):
 
     # A round begins.
 
-    def prepare(self, spec: WorkerSpec, max_restarts: int, program: WorkerProgram | None = None) -> None:
-        self._workers, self._role = spec.local_world_size, spec.role
-        self._place.policy.max_restarts = max_restarts
-        if program is not None:
-            mine = configuration.configuration(self.settings, self.host, program)
-            self._place.participant.registration.configuration = configuration.encode(mine)
+    def prepare(self, program: WorkerProgram) -> None:
+        self._workers, self._role = program.workers, program.role
+        self._place.policy.max_restarts = program.max_restarts
+        mine = configuration.of_node(self.settings, self.host, program)
+        self._place.participant.registration.configuration = configuration.encode(mine)
 
     def trains_without_us(self) -> bool:
         context = self._place.participant.context

@@ -1,6 +1,8 @@
 """The records that belong to no node: the job's settings and its header, when a node enters the job, and how often hosts join.
 
-The first node writes the settings; every other node compares them with its own. This module deletes what an ended job left.
+The first node writes the settings; they hold for every other node. This module deletes what an ended job left.
+
+Invariant: a job's `--nnodes` never changes while it has nodes, whichever of them leads.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from elastic_ext.rendezvous import configuration, drains
 from elastic_ext.rendezvous.configuration import TO_DO
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import SCHEMA, Header, Node, RecordReader, State
-from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, JoinAnswer, after_join, is_late
+from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, JoinAnswer, Limits, after_join, is_late
 from elastic_ext.rendezvous.tasks import HostRefused, LostRace, NodeContext, TaskRunner
 
 logger = logging.getLogger(__name__)
 
-ELSEWHERE_MARGIN_S = 2.0  # etcd looks for expired leases twice a second
+OUTWAIT_MARGIN_S = 2.0  # etcd looks for expired leases twice a second
 JOB_LEASE_FACTOR = 3  # the records that belong to no node outlive the last node by this many lease times
 
 
 @dataclass(frozen=True)
 class SharedSettings:
-    """The settings that must be the same on all nodes of a job. loopback: see `NodeConfig`; of the node that wrote them."""
+    """The settings that hold for all nodes of a job. loopback: see `NodeConfig`; of the node that wrote them."""
 
     min_nodes: records.Count
     max_nodes: records.Count
@@ -40,18 +42,9 @@ class SharedSettings:
     def __str__(self) -> str:
         return f"--nnodes={self.min_nodes}:{self.max_nodes}"
 
-    def conflict(self, theirs: SharedSettings | str) -> str:
-        """Return why a node with these settings cannot take part in the job that has those; "" if it can.
-
-        theirs: a text says why they are of another version.
-        """
-        if isinstance(theirs, str) or (theirs.min_nodes, theirs.max_nodes) != (self.min_nodes, self.max_nodes):
-            seen = theirs if isinstance(theirs, str) else f"{theirs} there, {self} here"
-            return (
-                f"another job with other settings is running under this --rdzv-id: {seen}; use another --rdzv-id, or the same "
-                "settings on all nodes"
-            )
-        return ""
+    def same_nodes(self, theirs: SharedSettings | str | None) -> bool:
+        """theirs: a text says why they are of another version."""
+        return isinstance(theirs, SharedSettings) and str(theirs) == str(self)
 
     def is_elsewhere(self, theirs: SharedSettings) -> bool:
         """Return whether nodes with those settings are reached at the loopback of another network, and ours at this one's.
@@ -78,19 +71,26 @@ class JobRecords:
     """One node's access to these records. All methods raise EtcdError, besides the errors in their docstrings."""
 
     def __init__(self, context: NodeContext) -> None:
-        limits = context.config.limits
+        limits = self._limits = context.config.limits
         self._client = context.client
         self._keys = context.keys
         self._reader = context.reader
         self._host = context.config.host
         self._refusal = context.keys.refusal(self._host)
         self._own_store = context.config.own_store
-        self._ttl_s = context.config.lease_ttl_s * JOB_LEASE_FACTOR
-        self._mine = SharedSettings(limits.min_nodes, limits.max_nodes, context.config.loopback)
+        self._mine = self._shared = SharedSettings(limits.min_nodes, limits.max_nodes, context.config.loopback)
         self._lease_s = context.config.lease_ttl_s
         self._now = context.tasks.now
-        self._elsewhere_since: float | None = None  # monotonic: living nodes were seen elsewhere
-        self._record = records.encode(self._mine, SCHEMA)
+        self._others_since: float | None = None  # monotonic: nodes were seen that may be killed ones
+
+    @property
+    def limits(self) -> Limits:
+        """The job's, once this node has entered it."""
+        return dataclasses.replace(self._limits, min_nodes=self._shared.min_nodes, max_nodes=self._shared.max_nodes)
+
+    @property
+    def _record(self) -> str:
+        return records.encode(self._shared, SCHEMA)
 
     def enter_new(self, key: str, registration: Sequence[Op]) -> tuple[JobSnapshot, TxnResult, KeyValue | None] | None:
         """Enter a job with our settings before its first round is sealed, in one transaction; return None if nothing was done.
@@ -108,13 +108,14 @@ class JobRecords:
         return JobSnapshot(job.lease_id), entered, first
 
     def read_or_create(self) -> JobSnapshot:
-        """Read the settings that all nodes must share, or be the first to write them. Delete what an ended job has left.
+        """Read the job's settings, or be the first to write them. Delete what an ended job has left.
 
         A job that is done in a store of its own is not followed by another: a node that comes then is a spare that is late.
 
         Raises:
             HostRefused: this host may not come back yet.
-            UsageError: another job, with other settings or of another version, runs under this run id.
+            UsageError: a job of another version runs under this run id, or it is reached at another host's loopback.
+            LostRace: nodes of other settings are there, perhaps killed ones, whose leases soon end.
         """
         while True:
             found = self._read()
@@ -132,8 +133,9 @@ class JobRecords:
             why = printable(refused.text)
             raise HostRefused(f"this host was asked to leave the job and may not come back yet: {why}")
         theirs = self._settings_in(job)
-        conflict = self._mine.conflict(theirs) if theirs is not None else ""
-        if theirs is None or (not conflict and job is not None and not job.lease_id):
+        same = self._mine.same_nodes(theirs)
+        self._shared = self._mine
+        if theirs is None or (same and job is not None and not job.lease_id):
             # Nothing is there, or it is unreadable, or would never expire: the job becomes ours.
             lease_id = self._put_job(job.mod_revision if job is not None else 0, header.lease_id if header is not None else 0)
             if lease_id is None:
@@ -144,13 +146,16 @@ class JobRecords:
         found = JobSnapshot(lease_id, job_revision=job.mod_revision if job is not None else 0)
         if header is not None:  # if it is unreadable, only its revision counts: it is overwritten
             found = dataclasses.replace(found, header=self._reader.header(header) or Header(), revision=header.mod_revision)
-        if conflict:
-            if not self._delete_abandoned(found):
-                raise errors.UsageError(conflict)
+        if theirs is not None and not same and self._delete_abandoned(found):
             return None
-        if isinstance(theirs, SharedSettings) and job is not None and self._mine.is_elsewhere(theirs) and not found.header.ended:
-            self._come_from_elsewhere(job)
-            return None
+        if isinstance(theirs, str):
+            raise errors.UsageError(f"a job of another version is running under this --rdzv-id: {theirs}; use another --rdzv-id")
+        if theirs is not None and job is not None and not found.header.ended:
+            if self._mine.is_elsewhere(theirs):
+                self._come_from_elsewhere(job)
+                return None
+            if not same:
+                self._adopt(theirs)
         drain = drains.of_host(found.header, self._host)
         if drain is not None and not found.header.ended:  # the node that was to leave is gone or going; this one replaces it
             raise HostRefused(f"this host was asked to leave the job: {printable(drain.reason)}")
@@ -164,15 +169,30 @@ class JobRecords:
             UsageError: living nodes are there.
         """
         if self._has_nodes():
-            now = self._now()
-            self._elsewhere_since = now if self._elsewhere_since is None else self._elsewhere_since
-            if now < self._elsewhere_since + self._lease_s + ELSEWHERE_MARGIN_S:
-                raise LostRace("the nodes of the job are reached at the loopback of another host or container")
+            self._outwait("the nodes of the job are reached at the loopback of another host or container")
             raise errors.UsageError(
                 "another host or container has nodes of this job, and all would be reached at the loopback, as --rdzv-endpoint "
                 "is there: set --rdzv-conf=address=INTERFACE or --local-addr on each node"
             )
         self._put_job(job.mod_revision, job.lease_id)
+
+    def _adopt(self, theirs: SharedSettings) -> None:
+        """Join nodes that were started with another --nnodes. Those of a launch before this one are gone once they are outwaited.
+
+        Raises LostRace.
+        """
+        self._outwait(f"nodes with another {theirs} are there")
+        self._shared = dataclasses.replace(self._mine, min_nodes=theirs.min_nodes, max_nodes=theirs.max_nodes)
+        logger.warning("the job runs with %s, this node was started with %s: the job's holds", theirs, self._mine)
+
+    def _outwait(self, seen: str) -> None:
+        """Return once the nodes that are there are certainly not killed ones. Raises LostRace: their leases may end yet."""
+        now, limit_s = self._now(), self._lease_s + OUTWAIT_MARGIN_S
+        if self._others_since is None:
+            self._others_since = now
+            logger.info("%s: in %.0f s it is known whether they live", seen, limit_s)
+        if now < self._others_since + limit_s:
+            raise LostRace(seen)
 
     def _has_nodes(self) -> bool:
         return bool(nodes_in(self._client.get_prefix(self._keys.nodes).kvs, self._keys, self._reader))
@@ -195,7 +215,7 @@ class JobRecords:
         Return the lease of the records that belong to no node; None if another node was faster. lease_id: that lease, or 0 if
         no lease exists yet.
         """
-        lease_id = lease_id or self._client.lease_grant(self._ttl_s).lease_id
+        lease_id = lease_id or self._client.lease_grant(self._lease_s * JOB_LEASE_FACTOR).lease_id
         try:
             written = self._client.txn(
                 [unchanged(self._keys.job, revision)], [Put(self._keys.job, self._record, lease_id=lease_id)]
@@ -216,12 +236,12 @@ class JobRecords:
         """
         job, header = (reading.kv for reading in self._client.txn([], [Get(self._keys.job), Get(self._keys.header)]).readings)
         theirs = self._settings_in(job)
-        conflict = self._mine.conflict(theirs) if theirs is not None else ""
-        if conflict and not self._is_of(header, name):
+        same = self._shared.same_nodes(theirs)
+        if theirs is not None and not same and not self._is_of(header, name):
             raise errors.UsageError(
                 "another job with other settings has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
             )
-        if job is None or theirs is None or conflict or not job.lease_id:  # without a lease it is not ours, and never expires
+        if job is None or not same or not job.lease_id:  # without a lease it is not ours, and never expires
             alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
             written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
             if written is None:

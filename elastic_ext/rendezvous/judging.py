@@ -65,6 +65,7 @@ class RoundReports:
     ambiguous: frozenset[str] = frozenset()  # names that several machines have in common
     charges: int = 0  # restarts that count against the budget and have not expired (see `Judgement.window_s`)
     members: int = 0  # number of nodes of the round, lost ones included; 0: unknown
+    min_nodes: int = 1  # as few may be in a round
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,10 @@ class Judgement:
 class AgentPolicy:
     """What an agent answers by its own settings: as the leader, on the rendezvous thread, and if it gets no verdict."""
 
-    def __init__(self, settings: Settings, min_nodes: int, newest_checkpoint: Callable[[], str | None]) -> None:
+    def __init__(self, settings: Settings, newest_checkpoint: Callable[[], str | None]) -> None:
         """newest_checkpoint: finds the newest complete checkpoint in `checkpoint_dir`; called on the rendezvous thread."""
         self.max_restarts = 0  # the job's budget; our agent sets it before the first round
         self._settings = settings
-        self._min_nodes = min_nodes
         self._newest_checkpoint = newest_checkpoint
         self._first_seen: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when it was first asked about
 
@@ -117,7 +117,7 @@ class AgentPolicy:
             circumstances(self._settings, self.max_restarts),
             nodes=reports.nodes,
             members=reports.members,
-            min_nodes=self._min_nodes,
+            min_nodes=reports.min_nodes,
             lost=tuple(judgement.Lost(drains.host_of(id_), how, id_) for id_, how in reports.lost.items()),
             charges=reports.charges if window_s else None,
             reaches=reports.reaches,

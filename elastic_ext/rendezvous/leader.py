@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from elastic_ext.base.diagnosis import Response
-from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, LeaseLost, Put, Snapshot, Watch, unchanged
+from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, Get, LeaseLost, Put, Snapshot, Watch, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.failures.joint_evidence import Comparison
@@ -62,29 +62,25 @@ class Leader:
         self,
         context: NodeContext,
         header: HeaderRecord,
-        created: int,
+        registration: Registration,
+        limits: rounds.Limits,
         outage: Outage,
         policy: AgentPolicy,
         restore: Callable[[], None],
-        configuration: str = "",
     ) -> None:
-        """created: create revision of this node's key. restore: writes lost records of the job again.
-
-        configuration: what this node runs with, encoded; "": unknown.
-        """
+        """limits: of the job. restore: writes lost records of the job again."""
         self._context = context
+        self._limits = limits
         self._header = header
         self._outage = outage
         self._policy = policy
-        self._restore = restore
-        self._still_leading = Compare(context.own_key, "create", "=", created)
+        self._still_leading = Compare(context.own_key, "create", "=", registration.created)
         self._seen = FirstSeen(context.tasks.now)
         self._rests_until = 0.0
         self._look_posted = False  # a look at the events is already queued: one for many events
         self._members = Members(context, header, outage)
         self._members.load()  # first: if it fails, this object is created again, and nothing would close the watches
-        self._records = NodeRecords(context, created, self._post_look, self._on_member_of_lost_round)
-        self._records.configurations.mine = configuration
+        self._records = NodeRecords(context, registration, self._post_look, self._on_member_of_lost_round)
         self._upkeep = JobUpkeep(context, header, restore)
 
     def close(self) -> None:
@@ -114,11 +110,13 @@ class Leader:
             self.write_header(header.value)
         while True:
             if header.revision == 0 and rounds.needs_restoring(None, header.value):
-                self._restore()
+                self._upkeep.restore()
             self._members.refresh(now)
             self._records.clear_overwritten(self._members.ranks)
             view = self._view()
-            action = rounds.next_action(view, self._context.config.limits, now)
+            action = rounds.next_action(view, self._limits, now)
+            if view.header.state is State.FORMING:
+                action = rounds.before_first(view.header, action, self._records.configurations.differ)
             if isinstance(action, rounds.Wait):
                 looked = self._context.tasks.now()
                 self._rests_until = looked + min(REST_FACTOR * (looked - now), MAX_REST_S)
@@ -143,8 +141,6 @@ class Leader:
             finished_at=self._finished_at(header.round),
             returning_until=self._outage.returning_until,
         )
-        if header.state is State.FORMING:
-            return dataclasses.replace(view, differs=records.configurations.differ(records.nodes))
         if header.state is State.RUNNING:
             differ = self._records.comparison.of(rounds.hashed(view))
             if differ is not None and differ.agreed is None:
@@ -221,6 +217,7 @@ class Leader:
             hosts if len(hosts) == 1 else frozenset(),  # of several agents on that host another one keeps the store
             drains.ambiguous_hosts(view.nodes),
             members=view.header.nodes,
+            min_nodes=self._limits.min_nodes,
         )
         if not self._write_verdict(reports):
             self._reload()
@@ -375,13 +372,13 @@ class NodeRecords:
     def __init__(
         self,
         context: NodeContext,
-        created: int,
+        registration: Registration,
         on_event: Callable[[], None],
         on_member_of_lost_round: Callable[[], None],
     ) -> None:
         """
         Args:
-            created: create revision of the leader's key.
+            registration: of the leader.
             on_event: called from any thread when `read` has something to read.
             on_member_of_lost_round: called when a node comes whose record says that it is in a round.
         """
@@ -390,8 +387,8 @@ class NodeRecords:
         self.written: dict[str, int] = {}  # revision of each node's record, by id
         self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
         self.comparison = Comparison()  # of what their workers have hashed of their replicas
-        self.configurations = NodeConfigurations(context)
-        self._context, self._created = context, created
+        self.configurations = NodeConfigurations(context, registration.configuration)
+        self._context, self._created = context, registration.created
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
         self._known: dict[str, tuple[Node, int]] = {}  # the last readable record of each node, and its lease
@@ -464,10 +461,11 @@ class NodeRecords:
 
 
 class NodeConfigurations:
-    """What each node runs with that is in no round yet, read as nodes come. For the rendezvous thread."""
+    """What each node runs with that is in no round yet. Each is read once. For the rendezvous thread."""
 
-    def __init__(self, context: NodeContext) -> None:
-        self.mine = ""  # what this node runs with, encoded; "": unknown
+    def __init__(self, context: NodeContext, mine: str) -> None:
+        """mine: what this node runs with, encoded; "": unknown."""
+        self.mine = mine
         self._context = context
         self._read: dict[str, Configuration | None] = {}  # by id; None: of a version that does not write it
 
@@ -486,10 +484,12 @@ class NodeConfigurations:
         return [id_ for id_, known in self._known(nodes).items() if configuration.with_job(job, known).wrong]
 
     def _known(self, nodes: Collection[str]) -> Mapping[str, Configuration]:
-        if not self._read.keys() >= set(nodes):
-            folder, reader = self._context.keys.configurations, self._context.reader
-            kvs = reader.named(folder, self._context.client.get_prefix(folder).kvs)
-            self._read = {id_: reader.configuration(kvs[id_]) if id_ in kvs else None for id_ in nodes}
+        keys, reader, new = self._context.keys, self._context.reader, [id_ for id_ in nodes if id_ not in self._read]
+        for at in range(0, len(new), OPS_PER_TXN):
+            ids = new[at : at + OPS_PER_TXN]
+            found = self._context.client.txn([], [Get(keys.configuration_of(id_)) for id_ in ids]).readings
+            kvs = {id_: reading.kv for id_, reading in zip(ids, found, strict=True)}
+            self._read |= {id_: reader.configuration(kv) if kv is not None else None for id_, kv in kvs.items()}
         return {id_: known for id_ in nodes if (known := self._read[id_]) is not None}
 
 
@@ -501,6 +501,7 @@ class JobUpkeep:
 
     def __init__(self, context: NodeContext, header: HeaderRecord, restore: Callable[[], None]) -> None:
         """restore: writes lost records again."""
+        self.restore = restore
         self.renew_at = 0.0  # monotonic time of the next renewal
         self._context = context
         self._header = header
@@ -533,6 +534,7 @@ class Election:
         self._registration = registration
         self._lead = lead
         self.leader: Leader | None = None
+        self._leads_by = 0  # create revision of the key by which this node leads; 0: it does not
         self._predecessor: Watch | None = None
         self._to_follow: str | None = None  # key of the predecessor, until it is watched
         self._doubt_until: float | None = None  # its record was overwritten, and has not been put back
@@ -544,8 +546,9 @@ class Election:
         since that key is under the lease of the node that it names. A node whose own key is gone does neither, until the key is
         written again, or is back with the store.
         """
-        if self._registration.node is None:
-            return None  # it has left meanwhile
+        created = self._registration.created
+        if self._registration.node is None or self._leads_by == created:
+            return None  # it has left meanwhile, or a task before this one has found that it leads
         self._forget()
         if last is not None and last.lease_id:  # without a lease, somebody else has written it
             key = self._context.keys.node(last.text)
@@ -553,14 +556,14 @@ class Election:
                 self._to_follow = key
                 # Later, or once this node is in a round: forming the round comes first.
                 return self._context.tasks.wake_at(self._context.tasks.now() + FOLLOW_S)
-        created, newest = self._registration.created, self._nodes_until_own()
+        newest = self._nodes_until_own()
         if not any(kv.create_revision == created and kv.key.decode() == self._context.own_key for kv in newest):
             return self._context.tasks.retry(self._find_again)
         before = [kv for kv in newest if kv.create_revision < created and self._is_node(kv)]
         if before:
             self._to_follow = max(before, key=lambda kv: kv.create_revision).key.decode()
             return self._context.tasks.run(self.follow)
-        self.leader = self._lead()
+        self.leader, self._leads_by = self._lead(), created
         logger.info("node %s leads the rendezvous", self._context.config.node_id)
         return self._context.tasks.run(self._context.tasks.on_timer)  # retried on its own: what leads once leads on
 
@@ -647,4 +650,4 @@ class Election:
             self._predecessor = None
         if self.leader is not None:
             self.leader.close()
-            self.leader = None
+            self.leader, self._leads_by = None, 0

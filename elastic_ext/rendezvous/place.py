@@ -92,8 +92,8 @@ class Participant:
 
         def lead() -> leader.Leader:
             header.read()
-            own = self.registration
-            return leader.Leader(context, header, own.created, outage, policy, self.repair.restore, own.configuration)
+            limits = self._job_records.limits
+            return leader.Leader(context, header, self.registration, limits, outage, policy, self.repair.restore)
 
         self.election = leader.Election(context, self.registration, lead)
         self.repair = RecordRepair(

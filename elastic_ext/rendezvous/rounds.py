@@ -18,7 +18,7 @@ counts them as lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -72,7 +72,6 @@ class View:
     differ: Difference | None = None  # what replicas of the round are not equal; see `hashed`
     leaves: str = ""  # id of a node of the round that a verdict has leave; "": none
     moves: str = ""  # id of a node of the round whose ranks are to move to another one (`policy.Decision.moves_ranks`); "": none
-    differs: str = ""  # in what the configurations of all nodes differ before the first round; see `Header`
 
 
 @dataclass(frozen=True)
@@ -134,8 +133,22 @@ def next_action(view: View, limits: Limits, now: float) -> Action:
         return _while_running(view, limits, now)
     if view.header.ended:
         return Wait(f"the job is over: {view.header.reason}")
-    action = _between_rounds(view, limits, now)
-    return _before_first(view, action) if view.header.state is State.FORMING else action
+    return _between_rounds(view, limits, now)
+
+
+def before_first(header: Header, action: Action, differ: Callable[[Sequence[str]], str]) -> Action:
+    """Return the action before the first round. Nodes that differ in what decides for the job never come to be in one round.
+
+    The header says so: each node shows it, and leaves once it has waited for long enough. One that is started again may agree.
+
+    Args:
+        action: from `next_action`.
+        differ: returns in what these nodes differ; only a round that would begin now asks.
+    """
+    differs = differ(action.order) if isinstance(action, Seal) else ""
+    if differs != header.differs:
+        return Amend(replace(header, differs=differs), differs or "the nodes do not differ any more in what must be alike")
+    return Wait(differs) if differs else action
 
 
 def waiting(view: View) -> list[str]:
@@ -348,17 +361,6 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     ranks = order(view, present, limits.max_nodes)
     moved = f"; the ranks of {_named([view.moves])} move" if _can_move(view, ranks) else ""
     return Seal(ranks, f"{counted(len(present), 'node')} joined{moved}")
-
-
-def _before_first(view: View, action: Action) -> Action:
-    """Return the action before the first round. Nodes that differ in what decides for the job never come to be in one round.
-
-    The header says so: each node shows it, and leaves once it has waited for long enough. One that is started again may agree.
-    """
-    differs = view.differs if isinstance(action, Seal) else ""
-    if differs != view.header.differs:
-        return Amend(replace(view.header, differs=differs), differs or "the nodes do not differ any more in what must be alike")
-    return Wait(differs) if differs else action
 
 
 def _with_too_few(view: View, present: Sequence[str], limits: Limits, now: float) -> Action:

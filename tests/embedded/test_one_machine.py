@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base.goodput import PRODUCTIVE, Spent, seconds_of
@@ -21,6 +20,7 @@ from elastic_ext.embedded.snapshot import SnapshotFile
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
+from elastic_ext.rendezvous.configuration import WorkerProgram
 
 pytestmark = pytest.mark.seam  # the address of the node is looked for
 
@@ -39,7 +39,7 @@ def machine(path: str, max_restarts: int = 3, **settings: object) -> OneMachine:
     made = OneMachine(
         RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings(ledger_file=path, node_name="a", **settings)
     )
-    made.prepare(WorkerSpec("default", 1, rdzv_handler=made, entrypoint="true"), max_restarts)
+    made.prepare(WorkerProgram("true", "default", 1, max_restarts, {}))
     made.part = OneRound(1, made)
     return made
 

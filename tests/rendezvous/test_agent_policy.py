@@ -19,20 +19,20 @@ from elastic_ext.rendezvous.place import Silence, rejoin_s, silent_s
 from elastic_ext.rendezvous.round_records import State
 
 
-def agent_policy(nodes: int) -> AgentPolicy:
-    policy = AgentPolicy(Settings(), nodes, lambda: None)
+def agent_policy() -> AgentPolicy:
+    policy = AgentPolicy(Settings(), lambda: None)
     policy.max_restarts = 5
     return policy
 
 
 def judged(**more: frozenset[str]) -> Judgement:
     """Of the second of two crashes on one of three nodes, which shows that it is bad. more: of the reports."""
-    policy = agent_policy(2)
+    policy = agent_policy()
     crash, moved = (
         encode_report(Report("c", classify(Evidence(rank=rank, signal="SIGSEGV", step=0, node="c")))) for rank in (2, 1)
     )
-    first = policy.judge(RoundReports(1, {"c-1": crash}, {"c-1": 1}, {}, 3, {}, **more), "")
-    return policy.judge(RoundReports(2, {"c-1": moved}, {"c-1": 2}, {}, 3, {}, **more), first.ledger)
+    first = policy.judge(RoundReports(1, {"c-1": crash}, {"c-1": 1}, {}, 3, {}, min_nodes=2, **more), "")
+    return policy.judge(RoundReports(2, {"c-1": moved}, {"c-1": 2}, {}, 3, {}, min_nodes=2, **more), first.ledger)
 
 
 def with_progress(policy: AgentPolicy, times: int, signal: str, nodes: int, **more: Any) -> Decision:
@@ -63,20 +63,22 @@ def test_a_name_of_several_machines_is_not_refused(ambiguous: tuple[str, ...], r
 
 @pytest.mark.parametrize(("ambiguous", "response"), [((), Response.REPLACE_NODE), (("c",), Response.CONFIRM)])
 def test_failures_of_namesakes_are_counted_apart(ambiguous: tuple[str, ...], response: Response) -> None:
-    decision = with_progress(agent_policy(2000), 3, "SIGSEGV", 2048, ambiguous=frozenset(ambiguous))
+    decision = with_progress(agent_policy(), 3, "SIGSEGV", 2048, min_nodes=2000, ambiguous=frozenset(ambiguous))
     assert decision.response is response
 
 
 @pytest.mark.parametrize(("ambiguous", "rule"), [((), "cut-again"), (("c",), "network-cut")])
 def test_cuts_of_namesakes_are_counted_apart(ambiguous: tuple[str, ...], rule: str) -> None:
     """The node that others miss has nothing to report itself."""
-    policy, ledger = agent_policy(3), ""
+    policy, ledger = agent_policy(), ""
     gone = RaisedException("torch.distributed.DistBackendError", "NCCL error: remote process exited")
     for number, host in enumerate("ab", 1):
         found = classify(Evidence(rank=number, exception=gone, step=5, first_step_done=True, node=host))
         told = encode_report(Report(host, found, resumed_at=0, reach=Reach((), (Silent(number, "10.0.0.3", 0.0),))))
         there = {"c-1-aaaaaa": Reach(("10.0.0.3",))}
-        reports = RoundReports(number, {f"{host}-1": told}, {f"{host}-1": number}, {}, 4, there, ambiguous=frozenset(ambiguous))
+        reports = RoundReports(
+            number, {f"{host}-1": told}, {f"{host}-1": number}, {}, 4, there, min_nodes=3, ambiguous=frozenset(ambiguous)
+        )
         judged = policy.judge(reports, ledger)
         ledger = judged.ledger
     verdict = decode_verdict(judged.verdict)
@@ -84,10 +86,10 @@ def test_cuts_of_namesakes_are_counted_apart(ambiguous: tuple[str, ...], rule: s
 
 
 def test_too_few_without_a_report_are_requeued() -> None:
-    policy = AgentPolicy(Settings(exit_codes="kubeflow"), 3, lambda: None)
+    policy = AgentPolicy(Settings(exit_codes="kubeflow"), lambda: None)
     before = encode_ledger(Ledger(charged=4))
     lost = {"n2-17-a3b2c1": "was lost", "n3-18-d4e5f6": "was asked to leave"}
-    judged = policy.judge(RoundReports(7, {}, {}, lost, 1, {}), before)
+    judged = policy.judge(RoundReports(7, {}, {}, lost, 1, {}, min_nodes=3), before)
     verdict, ledger = decode_verdict(judged.verdict), decode_ledger(judged.ledger)
     assert (judged.state, verdict.decision.response, verdict.decision.exit_code) == (State.CLOSED, Response.REQUEUE, 128 + 75)
     assert (verdict.ends_job, verdict.keeps_ledger, verdict.round, verdict.host) == (True, True, 7, "n2")

@@ -16,27 +16,26 @@ from elastic_ext.rendezvous.configuration import (
     ConfiguredValue,
     WorkerProgram,
     among,
-    configuration,
     decode,
     encode,
+    of_node,
     with_job,
 )
 from elastic_ext.rendezvous.handler import alone_at_store
 from elastic_ext.rendezvous.keys import ROOT
 from elastic_ext.rendezvous.round_records import Header, State
-from elastic_ext.rendezvous.rounds import Amend, Limits, Seal, Wait, next_action
+from elastic_ext.rendezvous.rounds import Amend, Limits, Seal, Wait, before_first
 from tests.embedded_server import EmbeddedServer
 from tests.jobs import SCRIPTS
 from tests.rendezvous.test_etcd_jobs import CONF, Nodes, Store, assert_one_line, seen, wait_for_nodes
-from tests.rendezvous.test_rounds import TWO, view
 from tests.rendezvous.test_simulated_jobs import Few
 from tests.simulation import KEYS, Node
 
-PROGRAM = WorkerProgram("/jobs/train.py", "default", 3, {"torch": "2.13.0"})
+PROGRAM = WorkerProgram("/jobs/train.py", "default", 1, 3, {"torch": "2.13.0"})
 
 
 def of(host: str, program: WorkerProgram = PROGRAM, **settings: object) -> Configuration:
-    made = configuration(Settings(**settings), host, program)  # type: ignore[arg-type]
+    made = of_node(Settings(**settings), host, program)  # type: ignore[arg-type]
     assert decode(encode(made), "its record") == made
     return made
 
@@ -49,21 +48,21 @@ def runs(script: str, role: str = "default") -> WorkerProgram:
     ("found", "wrong"),
     [
         ([of("a", checkpoint_dir="/c"), of("b", checkpoint_dir="/c")], ""),
-        ([of("a", checkpoint_dir="/c"), of("b")], "checkpoint_dir is /c on a, and not set on b"),
-        ([of("a"), of("b", checkpoint_dir="/c")], "checkpoint_dir is /c on b, and not set on a"),
-        ([of("a"), of("b", hang=False), of("c")], "hang is on on a, on c, and off on b"),
+        ([of("a", checkpoint_dir="/c"), of("b")], "checkpoint_dir=/c on a, but not set on b"),
+        ([of("a"), of("b", checkpoint_dir="/c")], "checkpoint_dir=/c on b, but not set on a"),
+        ([of("a"), of("b", hang=False), of("c")], "hang=on on a, c, but hang=off on b"),
         ([of("a", local_dir="/ssd/1"), of("b", local_dir="/ssd/2")], ""),
-        ([of("a", local_dir="/ssd/1"), of("b")], "local_dir is set on a, and not set on b"),
-        ([of("a"), of("b", runs("eval.py"))], "script is train.py on a, and eval.py on b"),
+        ([of("a", local_dir="/ssd/1"), of("b")], "local_dir=set on a, but not set on b"),
+        ([of("a"), of("b", runs("eval.py"))], "script=train.py on a, but script=eval.py on b"),
         ([of("a"), of("b", runs("eval.py", "evaluator"))], ""),
-        ([of("a", checkpoint_dir="s3://key:secret@b/c"), of("b")], "checkpoint_dir is s3://***@b/c on a, and not set on b"),
+        ([of("a", checkpoint_dir="s3://key:secret@b/c"), of("b")], "checkpoint_dir=s3://***@b/c on a, but not set on b"),
         ([of(str(each)) for each in range(5)] + [of("x", verify="off")],
-         "verify is sampled on 0, on 1, on 2 and 2 more, and off on x"),
+         "verify=sampled on 0, 1, 2 and 2 more, but verify=off on x"),
         ([of("a"), Configuration("of another version")], ""),
         ([of("a", checkpoint_dir="/c" * 300), of("b", checkpoint_dir="/c" * 299 + "/d")],
-         f"checkpoint_dir is {'/c' * 300} on a, and {'/c' * 299}/d on b"),
+         f"checkpoint_dir={'/c' * 300} on a, but checkpoint_dir={'/c' * 299}/d on b"),
         ([of("a"), Configuration("b", (ConfiguredValue("script", "a\x1b[2J\nb"),))],
-         r"script is train.py on a, and a\x1b[2J\nb on b"),
+         r"script=train.py on a, but script=a\x1b[2J\nb on b"),
     ],
 )  # fmt: skip
 def test_what_decides_for_the_job_is_alike(found: Sequence[Configuration], wrong: str) -> None:
@@ -74,23 +73,28 @@ def test_other_differences_are_only_logged() -> None:
     other = dataclasses.replace(PROGRAM, script="/home/x/train.py", max_restarts=5, versions={"torch": "2.12.1"})
     differs = among([of("a"), of("b", other)])
     assert differs.wrong == ""
-    path = "path of the script is /jobs/train.py on a, and /home/x/train.py on b"
-    assert differs.noted == f"{path}; max_restarts is 3 on a, and 5 on b; torch is 2.13.0 on a, and 2.12.1 on b"
+    path = "path of script=/jobs/train.py on a, but path of script=/home/x/train.py on b"
+    assert differs.noted == f"{path}; max_restarts=3 on a, but max_restarts=5 on b; torch=2.13.0 on a, but torch=2.12.1 on b"
 
 
 def test_a_later_node_compares_itself_with_the_job() -> None:
     differs = with_job(of("a", checkpoint_dir="/c"), of("b"))
-    assert differs.wrong == "checkpoint_dir is /c in the job, and not set on this node"
+    assert differs.wrong == "checkpoint_dir=/c in the job, but not set on this node"
 
 
 def test_no_first_round_while_nodes_differ() -> None:
-    limits, text = Limits(2, 2, 0.0), "hang is on on a, and off on b"
-    held = next_action(view(Header(), TWO, differs=text), limits, 1)
-    assert held == Amend(Header(differs=text), text)
-    assert next_action(view(Header(differs=text), TWO, differs=text), limits, 1) == Wait(text)
-    few = next_action(view(Header(differs=text), {"a": TWO["a"]}), limits, 1)
-    assert few == Amend(Header(), "the nodes do not differ any more in what must be alike"), "the other one has left"
-    assert isinstance(next_action(view(Header(), TWO), limits, 1), Seal)
+    ready, text = Seal(("a", "b"), "2 nodes joined"), "hang=on on a, but hang=off on b"
+    assert before_first(Header(), ready, lambda order: text * (len(order) == 2)) == Amend(Header(differs=text), text)
+    assert before_first(Header(differs=text), ready, lambda _: text) == Wait(text)
+    assert before_first(Header(), ready, lambda _: "") == ready
+
+
+def test_a_hold_ends_when_the_other_leaves() -> None:
+    """Nothing is asked of the nodes while too few are there."""
+    asked, few = list[object](), Wait("1 of at least 2 nodes have joined")
+    action = before_first(Header(differs="hang"), few, lambda order: str(asked.append(order)))
+    assert action == Amend(Header(), "the nodes do not differ any more in what must be alike")
+    assert (before_first(Header(), few, lambda order: str(asked.append(order))), asked) == (few, [])
 
 
 class Configured(Few):
@@ -107,13 +111,13 @@ class Configured(Few):
     def until_refused(self, node: Node) -> None:
         self.world.until(lambda: node.failure is not None)
         assert isinstance(node.failure, UsageError)
-        assert "script is train.py in the job, and other.py on this node" in str(node.failure)
+        assert "script=train.py in the job, but script=other.py on this node" in str(node.failure)
 
 
 def test_a_round_is_held_until_the_other_leaves() -> None:
     few = Configured("az", joined=False)
     held = few.until_stored(lambda header: header.differs)
-    assert (held.round, held.differs) == (0, "script is train.py on a, and other.py on z")
+    assert (held.round, held.differs) == (0, "script=train.py on a, but script=other.py on z")
     few.nodes.pop("z").leave()
     few.until_stored(lambda header: not header.differs)
     few.nodes["b"] = few.add("b")
@@ -143,6 +147,28 @@ def test_each_leader_writes_what_the_job_runs_with() -> None:
     few.until_broken()
     few.next_round(2)
     few.until_refused(few.add("z"))
+
+
+def test_the_jobs_nnodes_hold_whoever_leads() -> None:
+    few = Configured("ab", Limits(2, 2, 0.0))
+    few.limits = Limits(1, 3, 0.0)
+    few.nodes["c"] = few.add("c")
+    for name in "ab":
+        few.nodes.pop(name).kill()
+        few.world.run(60.0)
+    assert few.nodes["c"].participant.election.leader is not None
+    assert few.nodes["c"].round == 0, "one node is not enough for the job"
+    few.nodes["d"] = few.add("d")
+    few.world.until(lambda: few.nodes["d"].round)
+
+
+def test_a_launch_with_another_nnodes_outwaits_the_dead() -> None:
+    few = Configured("ab", Limits(2, 2, 0.0))
+    for name in "ab":
+        few.nodes.pop(name).kill()
+    few.limits = Limits(1, 1, 0.0)
+    few.nodes["c"] = few.add("c")
+    few.world.until(lambda: few.nodes["c"].round)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +203,9 @@ def test_differing_nodes_leave_or_are_mended(store: Store, nodes: Nodes, tmp_pat
     saves = f"checkpoint_dir={tmp_path}/saves"
     nodes.start("a", store.endpoint, 2, conf=f"{CONF},{saves}")
     nodes.start("b", store.endpoint, 2, conf=f"{CONF},join_timeout=12", ELASTIC_EXT_NODE_NAME="wrong")
-    nodes.wait_for(r"no round is formed: checkpoint_dir is \S+saves on \S+, and not set on wrong; .* leaves with 78 in")
+    nodes.wait_for(r"no round is formed: checkpoint_dir=\S+saves on \S+, but not set on wrong; .* leaves with 78 in")
     done = nodes.jobs.pop("b").finish()
-    assert_one_line(done, 78, "no round was formed: checkpoint_dir is ")
+    assert_one_line(done, 78, "no round was formed: checkpoint_dir=")
     nodes.start("c", store.endpoint, 2, conf=f"{CONF},{saves}")
     nodes.wait_for(seen(2, 0))
     nodes.finish()
@@ -190,7 +216,7 @@ def test_a_stranger_leaves_a_running_job(store: Store, nodes: Nodes) -> None:
     nodes.start("a", store.endpoint, "1:2")
     nodes.wait_for(seen(1, 0))
     stranger = nodes.start("b", store.endpoint, "1:2", script=str(SCRIPTS / "gloo_job.py"))
-    said = "script is elastic_job.py in the job, and gloo_job.py on this node"
+    said = "script=elastic_job.py in the job, but script=gloo_job.py on this node"
     assert_one_line(stranger.finish(), 78, said)
     nodes.finish("a")
     assert nodes.attempts() == {0}, "the job was not held up"

@@ -207,7 +207,7 @@ def test_sigterm_ends_an_agent_joining_a_silent_store(server, stack, nodes):
     host = stack.enter_context(EtcdClient(server.endpoint))
     dispatcher = Dispatcher()
     stack.callback(dispatcher.close, GRACE_S)
-    policy = AgentPolicy(Settings(), 2, lambda: None)
+    policy = AgentPolicy(Settings(), lambda: None)
     first = Participant(host, dispatcher, NodeConfig("job", "silent", Limits(2, 2, 0.0), 10), lambda: None, policy)
     mine = Node(after=0, workers=1, role="", address="127.0.0.1", port=silent.getsockname()[1])
     first.ready(mine)

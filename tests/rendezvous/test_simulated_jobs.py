@@ -57,9 +57,14 @@ class Few:
     """
 
     def __init__(
-        self, names: str = "abc", limits: Limits | None = None, joined: bool = True, policy: AgentPolicy | None = None
+        self,
+        names: str = "abc",
+        limits: Limits | None = None,
+        joined: bool = True,
+        policy: AgentPolicy | None = None,
+        seed: int = SEED,
     ) -> None:
-        self.world = World(SEED)
+        self.world = World(seed)
         self.client = Client(self.world)
         self.limits = limits or Limits(len(names), len(names), 0.0)
         self.policy = policy or Restarts()
@@ -274,7 +279,9 @@ def test_a_node_registered_again_does_not_lead_yet():
     node.join(1)
 
 
-@pytest.mark.parametrize(("before", "vain"), [("/assign/", 0), ("/job/round", 1)], ids=["assignments", "header"])
+@pytest.mark.parametrize(
+    ("before", "vain"), [("/assign/", 0), (f"transaction on {KEYS.header}", 1)], ids=["assignments", "header"]
+)
 def test_a_leader_wakes_before_the_next_round(before, vain):
     """It stood still for longer than its lease. What it writes counts for no round, and what was written meanwhile stays.
 
@@ -434,7 +441,7 @@ class FewLeft(Few):
     """Two nodes, both needed; lost ones are waited for 15 s. The agent of the leader judges."""
 
     def __init__(self) -> None:
-        super().__init__("ab", Limits(2, 2, 0.0, rejoin_s=15.0), policy=AgentPolicy(Settings(), 2, lambda: None))
+        super().__init__("ab", Limits(2, 2, 0.0, rejoin_s=15.0), policy=AgentPolicy(Settings(), lambda: None))
 
     def lose(self, name: str) -> str:
         """Return the name of the other node, which waits for the next round by now."""
@@ -635,10 +642,11 @@ def test_all_are_cut_off_and_nothing_ends(seconds):
 
 
 @pytest.mark.parametrize("revision", [1, 1000], ids=["older", "newer"])
-def test_in_a_reset_store_one_node_leads(revision, caplog):
+@pytest.mark.parametrize("seed", range(SEED, SEED + 4))
+def test_in_a_reset_store_one_node_leads(seed, revision, caplog):
     """Not each by its key of the store before, and not once more when a task is tried again that another has done."""
     caplog.set_level(logging.INFO, logger=leader.__name__)
-    few = Few("abc")
+    few = Few("abc", seed=seed)
     caplog.clear()
     all_comes_back(few, lambda: few.world.set_up_store(revision))
     led = [record.getMessage() for record in caplog.records if "leads the rendezvous" in record.getMessage()]
@@ -838,6 +846,7 @@ def test_a_host_to_leave_gets_no_node():
         late = Agent(job.world, "b-2-abcdef", job.limits, job.agents)
         job.world.until(lambda: late.failure is not None)
         assert isinstance(late.failure, HostRefused)
+        job.world.until(lambda: drains.of_node(leaving.participant.header, leaving.name))
         leaving.part.report_ready_to_leave(drains.of_node(leaving.participant.header, leaving.name).number, 40)
 
     outcome = job.drain(meanwhile)
@@ -950,7 +959,7 @@ def test_a_round_ends_while_its_node_enters():
     few.until_round(1)
     few.world.until(lambda: node.round == 1)
     over = dataclasses.replace(node.participant.header, state=State.BROKEN)
-    node.client.before("transaction on nothing", lambda: few.client.put(KEYS.header, encode(over)))
+    node.client.before(f"read of {KEYS.job}", lambda: few.client.put(KEYS.header, encode(over)))
     few.world.run(TTL_S)
     assert node.participant.header.state is State.BROKEN
     assert seen[-1] is State.BROKEN

@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base.contracts import SingleNode
@@ -24,6 +23,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement import nodes
 from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.rendezvous.address import loopback, own_address
+from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_store import serve
@@ -209,7 +209,7 @@ class Agents:
         told = Settings(node_name=name, topology=name, lease_ttl=10, last_call=60.0, **settings)
         agent = EtcdRendezvous(params, told)
         agent.attached = True
-        agent.prepare(WorkerSpec("default", 1, "true", (), agent), 3)
+        agent.prepare(WorkerProgram("true", "default", 1, 3, {}))
         self.all.append(agent)
         return agent
 

@@ -159,7 +159,7 @@ def test_waiting_nodes_join_later(store: ObjectStore, path: str) -> None:
     """The leader asks for the newest checkpoint on the thread that keeps it in the job."""
     _save(store, 1, 2)
     settings = Settings(checkpoint_dir=store.url, grow_at="checkpoint")
-    policy = AgentPolicy(settings, 1, lambda: newest_checkpoint(settings))
+    policy = AgentPolicy(settings, lambda: newest_checkpoint(settings))
     assert not policy.may_grow(1)
     store.be(Ill(errors=1.0, path=path))
     assert not policy.may_grow(1)

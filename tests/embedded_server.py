@@ -28,7 +28,7 @@ class EmbeddedServer(ServerProcess):
     @property
     def options(self) -> list[str]:
         """Of torchrun, beside the endpoint. All agents are on this machine."""
-        return ["--rdzv-backend=ext_c10d", "--local-addr=127.0.0.1"]
+        return ["--rdzv-backend=ext_c10d"]
 
     def __enter__(self) -> EmbeddedServer:
         self.start()

@@ -350,7 +350,8 @@ class Settings:
         "not exist")
     kind_limits: tuple[tuple[str, int], ...] | None = _setting(None, KIND_LIMITS,
         "the most restarts for each kind of failure, within the budget, e.g. `hang:3 network:20`")
-    last_call: float = _setting(2.0, SECONDS, "how long the first round waits for more nodes after the minimum is reached")
+    last_call: float = _setting(15.0, SECONDS,
+        "how long the first round waits for more nodes, up to the maximum, after the last one came; at most half of join_timeout")
     ledger_file: str | None = _setting(None, TEXT,
         "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again; with "
         "several nodes, only the file on the store's host counts")

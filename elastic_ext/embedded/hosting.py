@@ -27,6 +27,7 @@ from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.embedded.plan import StoreEndpoint, StorePlan, socket_of
 from elastic_ext.embedded.snapshot import check_ledger_path
 from elastic_ext.etcd import EtcdClient
+from elastic_ext.failures import slurm
 from elastic_ext.own_etcd import certificates
 from elastic_ext.rendezvous import address
 
@@ -64,12 +65,27 @@ def parse(text: str, local_addr: str | None) -> StoreEndpoint:
     if match is None or not 0 < number < 1 << 16:
         raise errors.UsageError(f"--rdzv-endpoint={printable(text)}: {example}, and a port from 1 to 65535")
     host = match["bracketed"] or match["name"] or match["bare"]
-    if (address.is_loopback(host.lower()) or host in ("0.0.0.0", "::")) and not local_addr:
-        raise errors.UsageError(
-            f"--rdzv-endpoint={printable(text)} with several nodes: {host} is another machine on each machine; {example}; or, "
-            "if all nodes are agents on this one machine, add --local-addr=127.0.0.1"
-        )
+    if host in ("0.0.0.0", "::") and not local_addr:
+        raise errors.UsageError(f"--rdzv-endpoint={printable(text)} with several nodes: {host} is no address to reach; {example}")
     return StoreEndpoint(host, number)
+
+
+def own_address(endpoint: StoreEndpoint, local_addr: str | None, environ: Mapping[str, str]) -> str | None:
+    """Return the address by which other nodes reach this one, as --local-addr says; None: by the way to the endpoint.
+
+    At the loopback, agents of one machine meet, as they do with torch's c10d.
+
+    Raises UsageError: the job runs on several hosts.
+    """
+    if local_addr or not address.is_loopback(endpoint.host):
+        return local_addr
+    if (hosts := slurm.hosts(environ)) > 1:
+        raise errors.UsageError(
+            f"--rdzv-endpoint={endpoint} in a step on {hosts} hosts: {endpoint.host} is another machine on each of them; name "
+            "one of the hosts, the same on all"
+        )
+    logger.warning("--rdzv-endpoint=%s: only agents on this machine can take part in this job", endpoint)
+    return "127.0.0.1"
 
 
 def decide(endpoint: StoreEndpoint, is_host: bool | None, resolved: Sequence[str], own: Sequence[str]) -> Hosting:
@@ -176,8 +192,9 @@ class EmbeddedStore:
         """Start the store if this node hosts it. Raises UsageError, HelperFailed."""
         if params.get("store_type", "tcp").strip().lower() != "tcp":
             raise errors.UsageError("--rdzv-conf=store_type: ext_c10d has one kind of store; expected tcp, or nothing")
-        self._params, self._settings = params, torch_settings(params.config, settings)
+        self._params, self._settings = copy.copy(params), torch_settings(params.config, settings)
         self.endpoint = parse(address.endpoint_of(params.endpoint, params.max_nodes, environ), params.local_addr)
+        self._params.local_addr = own_address(self.endpoint, params.local_addr, environ)
         self._wait_s = torch_number(params.config, "read_timeout", START_S)
         self._folder: _Folder | None = None
         self._files: certificates.CertificateFiles | None = None
@@ -221,7 +238,7 @@ class EmbeddedStore:
             ledger = os.path.abspath(ledger)
         host = ALL_ADDRESSES
         if address.is_loopback(self.endpoint.host) and address.is_loopback(self._params.local_addr or ""):
-            host = "127.0.0.1" if self.endpoint.host == "localhost" else self.endpoint.host
+            host = "127.0.0.1" if self.endpoint.host.lower() == "localhost" else self.endpoint.host
         plan = StorePlan(host, self.endpoint.port, job=self._job, run_id=self._params.run_id, ledger_file=ledger)
         if self._files is not None:
             ca, cert, key = (Path(path).read_text() for path in (self._files.ca, self._files.cert, self._files.key))

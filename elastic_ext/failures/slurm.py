@@ -43,6 +43,11 @@ def in_step(environ: Mapping[str, str]) -> bool:
     return bool(job_id(environ) and environ.get("SLURM_STEP_ID"))
 
 
+def hosts(environ: Mapping[str, str]) -> int:
+    """Return the number of hosts of this step; 1 where Slurm says nothing."""
+    return _number(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")) or 1
+
+
 def read_environment(environ: Mapping[str, str]) -> SlurmJob:
     """Return the job that this process belongs to."""
     restarts = _number(environ.get("SLURM_RESTART_COUNT")) or 0

@@ -240,7 +240,7 @@ def is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
     except ValueError:
-        return address in LOOPBACK_NAMES
+        return address.lower() in LOOPBACK_NAMES
 
 
 def host_of(endpoint: str) -> str:

@@ -430,6 +430,15 @@ def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
     return settings.rejoin_timeout
 
 
+def limits_of(params: rendezvous.RendezvousParameters, settings: Settings, environ: Mapping[str, str]) -> rounds.Limits:
+    """Return this node's limits for the rounds of a job that it leads.
+
+    Invariant: the last call is over before a node that waits for a round leaves.
+    """
+    last_call_s = min(settings.last_call, torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S) / 2)
+    return rounds.Limits(params.min_nodes, params.max_nodes, last_call_s, settings.settle, rejoin_s(settings, environ))
+
+
 def silent_s(settings: Settings, environ: Mapping[str, str], on_one_host: bool) -> float:
     """Return `Patience.silent_s`. on_one_host: the job has brought its store, on one of its hosts.
 
@@ -642,8 +651,7 @@ def take_place(
     notify = functools.partial(_notify, changed, on_event)
     host = own_name(settings)
     node_id = f"{host}-{os.getpid()}-{secrets.token_hex(3)}"
-    rejoin = rejoin_s(settings, os.environ)
-    limits = rounds.Limits(params.min_nodes, params.max_nodes, settings.last_call, settings.settle, rejoin)
+    limits = limits_of(params, settings, os.environ)
     loopback = network() if params.max_nodes > 1 and is_loopback(address) else ""
     config = NodeConfig(job, node_id, limits, settings.lease_ttl, host, loopback, own_store)
     participant = Participant(client, dispatcher, config, notify, policy)

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.settings import Settings
@@ -15,8 +16,9 @@ from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
 from elastic_ext.failures.policy import Decision
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
-from elastic_ext.rendezvous.place import Silence, rejoin_s, silent_s
+from elastic_ext.rendezvous.place import Silence, limits_of, rejoin_s, silent_s
 from elastic_ext.rendezvous.round_records import State
+from elastic_ext.rendezvous.rounds import Limits
 
 
 def agent_policy() -> AgentPolicy:
@@ -145,3 +147,9 @@ def test_how_long_a_lost_store_is_waited_for(
 def test_only_silence_that_was_seen_counts(looks: list[tuple[float | None, float]], over: bool) -> None:
     silence = Silence(5.0)
     assert [silence.is_over(alive_until, now) for alive_until, now in looks][-1] is over
+
+
+@pytest.mark.parametrize(("conf", "last_call_s"), [({}, 15.0), ({"join_timeout": "600"}, 15.0), ({"join_timeout": "4"}, 2.0)])
+def test_the_last_call_ends_before_nodes_leave(conf: dict[str, str], last_call_s: float) -> None:
+    params = RendezvousParameters("ext_etcd", "localhost:2379", "job", 1, 2, **conf)
+    assert limits_of(params, Settings(), {}) == Limits(1, 2, last_call_s)

@@ -30,8 +30,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 
 from elastic_ext.agent import exits, plugin
-from elastic_ext.base import errors, log_records, torch_private
-from elastic_ext.base.errors import EX_USER
+from elastic_ext.base import errors, log_records
+from elastic_ext.base.errors import EX_FAILED
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.workers import limits
 
@@ -121,15 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rendezvous_handler_registry.register(BACKEND, plugin.ext_c10d())
     try:
         _run(args)
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)  # torch's own text, without the launcher's frames before it
-        return exits.exit_code_of(error) or 1
-    except SignalException as error:
-        log_records.say(f"elastic_ext: stopped by {torch_private.received(error).name}", logging.WARNING)
-        return exits.exit_code_of(error) or 1
-    except KeyboardInterrupt:  # before torch has installed its handlers
-        log_records.say("elastic_ext: stopped by SIGINT", logging.WARNING)
-        return EX_USER
+    except (ChildFailedError, SignalException, KeyboardInterrupt) as error:
+        code = exits.exit_code_of(error) or EX_FAILED
+        exits.say_last(error, code)
+        return code
     return 0
 
 

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
-from elastic_ext.base import errors, files, log_records, printable, threads
+from elastic_ext.base import errors, files, printable, threads, torch_private
 from elastic_ext.base.errors import EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER
 from elastic_ext.failures.policy import exit_code_for
 
@@ -41,11 +41,14 @@ STREAM_DIRS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 
 
 class FailuresWithCode(dict[int, ProcessFailure]):
-    """Torch's failures with the exit code of the process. Torch passes this object on unchanged in its ChildFailedError."""
+    """Torch's failures with the exit code of the process. Torch passes this object on unchanged in its ChildFailedError.
 
-    def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int) -> None:
+    why: of failures of this node, for the last line; "": nothing failed here, and the log has said what happened.
+    """
+
+    def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int, why: str = "") -> None:
         super().__init__(failures)
-        self.exit_code = exit_code
+        self.exit_code, self.why = exit_code, why
 
 
 USER_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other comes from the platform
@@ -57,9 +60,6 @@ _ERROR_CODES = (
     (RendezvousClosedError, EX_FAILED),
 )
 
-# Of these the message says all; a traceback through torch's launcher would bury it.
-_ONE_LINE = (RendezvousTimeoutError, RendezvousConnectionError, RendezvousClosedError)
-
 LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch", "elastic_ext.agent.__main__")  # as `python -m` names them
 
 
@@ -68,7 +68,9 @@ class JobEnd:
     """How the job of this process has ended, as far as that decides its exit code."""
 
     preset: str = "design"  # a key of policy.EXIT_CODES
-    verdict_code: int | None = None  # of the verdict that ended the job; a signal that arrives later does not change it
+    # verdict_code, why: of the verdict that ended the job; a signal that arrives later does not change it
+    verdict_code: int | None = None
+    why: str = ""
     succeeded: bool = False  # the job, and no exception has come since
 
 
@@ -77,7 +79,7 @@ job = JobEnd()
 
 def install(preset: str) -> None:
     """Make the end of a job, by an exception or by success, end this process. preset: a key of policy.EXIT_CODES."""
-    job.preset, job.verdict_code, job.succeeded = preset, None, False
+    job.preset, job.verdict_code, job.why, job.succeeded = preset, None, "", False
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
         _hook.before = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _hook
@@ -105,6 +107,8 @@ def exit_code_of(error: BaseException) -> int | None:
         if job.verdict_code is not None:
             return job.verdict_code
         code = EX_USER if error.sigval in USER_SIGNALS else EX_TRY_AGAIN
+    elif isinstance(error, KeyboardInterrupt):  # before torch has installed its handlers
+        return EX_USER
     else:
         found = next((code for kind, code in _ERROR_CODES if isinstance(error, kind)), None)
         if found is None:
@@ -123,12 +127,29 @@ def _end_after_success() -> None:
 def _hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     job.succeeded = False
     code = exit_code_of(error)
-    if isinstance(error, _ONE_LINE) and str(error):
-        log_records.say(f"elastic_ext: {error}")
-    elif not isinstance(error, errors.NodeDrained):  # nothing went wrong, and the log has said what happened
+    if code is None or (isinstance(error, ChildFailedError) and not is_launcher()):
         _hook.before(kind, error, traceback)  # type: ignore[attr-defined]
     if code is not None:
+        say_last(error, code)
         end(code)
+
+
+def say_last(error: BaseException, code: int) -> None:
+    """Say what has ended this process, and its exit code, where the log has not said it. A traceback would bury it."""
+    why = str(error)
+    if isinstance(error, ChildFailedError):
+        why = error.failures.why
+        if why and is_launcher():
+            print(error, file=sys.stderr)  # torch's own text, without the launcher's frames before it
+    elif isinstance(error, SignalException):
+        who = "the user: " if error.sigval in USER_SIGNALS else ""
+        why = job.why or f"stopped by {who}{torch_private.received(error).name}"
+    elif isinstance(error, KeyboardInterrupt):
+        why = "stopped by the user: SIGINT"
+    elif isinstance(error, errors.NodeDrained):  # nothing went wrong
+        why = ""
+    if why:
+        errors.say_end(why, code)
 
 
 def end(code: int) -> NoReturn:

@@ -113,8 +113,9 @@ def _exits_to_try_again(settings: Settings, *failures: type[Exception]) -> Itera
         from elastic_ext.base.errors import EX_TRY_AGAIN
         from elastic_ext.failures.policy import exit_code_for
 
-        log_records.say(f"elastic_ext: {error}")
-        raise SystemExit(exit_code_for(EX_TRY_AGAIN, settings.exit_codes)) from error
+        code = exit_code_for(EX_TRY_AGAIN, settings.exit_codes)
+        errors.say_end(str(error), code)
+        raise SystemExit(code) from error
 
 
 def check_host() -> None:
@@ -152,9 +153,12 @@ def _create(
         from elastic_ext.base import torch_names
 
         torch_names.check()
+        from elastic_ext.agent import exits
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import torch_private
         from elastic_ext.http import gate
+
+        exits.install(known.exit_codes)
 
         if known.metrics and known.metrics_web_config is not None:
             gate.load(known.metrics_web_config)  # it raises UsageError

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from signal import SIGTERM
 from typing import Any, cast
 
 import torch
@@ -74,7 +75,12 @@ class Supervisor(TorchAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
-        with limits.raised(), taken_for_sigterm(slurm.notices(os.environ)), self._verdicts.left(), ExitStack() as stack:
+        with (
+            limits.raised(),
+            taken_for_sigterm((SIGTERM, *slurm.notices(os.environ))),
+            self._verdicts.left(),
+            ExitStack() as stack,
+        ):
             self._companions = companions.JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )

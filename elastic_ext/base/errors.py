@@ -83,11 +83,16 @@ class NodeDrained(NodeRefused):
         self.step = step  # of the checkpoint that was saved before; None: unknown, or none was
 
 
+def say_end(why: str, code: int) -> None:
+    """Print the last line of a command that ends with this exit code, however logging is configured."""
+    log_records.say(f"elastic_ext: {why}; exit code {code}")
+
+
 @contextmanager
 def usage_errors_exit() -> Iterator[None]:
     """Turn usage errors into one line on stderr and exit code EX_CONFIG. Use this only where nothing has been started yet."""
     try:
         yield
     except (UsageError, UnsupportedTorch) as error:
-        log_records.say(f"elastic_ext: {error}")
+        say_end(str(error), EX_CONFIG)
         raise SystemExit(EX_CONFIG) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,8 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, decode_verdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous.contract import JobDone
+from tests.jobs import AGENT, EXT, Finished, Job, run
+from tests.ports import free_port
 
 NO_ROOM = """
 import resource, sys
@@ -79,7 +82,7 @@ def test_a_job_closed_silently_ends_with_one_line(monkeypatch, capsys):
     monkeypatch.setattr(exits, "end", ended.append)
     exits._hook(RendezvousClosedError, RendezvousClosedError("the job j is over: h closed the job"), None)
     assert ended == [1]
-    assert capsys.readouterr().err.endswith(" ERROR elastic_ext: the job j is over: h closed the job\n")
+    assert capsys.readouterr().err.endswith(" ERROR elastic_ext: the job j is over: h closed the job; exit code 1\n")
 
 
 def test_a_late_node_says_why_it_ends(monkeypatch, caplog):
@@ -175,13 +178,59 @@ threading._register_atexit(release.set)
 """
 
 
+def assert_last(job: Finished, code: int, said: str) -> None:
+    """The last line says what happened, and no traceback shows a file of ours."""
+    last = job.err.splitlines()[-1].partition(" elastic_ext: ")[2]
+    assert (job.returncode, last.startswith(said), last.endswith(f"; exit code {code}")) == (code, True, True), job.err
+    assert not re.search(r'^ *File ".*/elastic_ext/', job.err, re.MULTILINE), job.err
+
+
+ENDED_BY = [
+    (signal.SIGINT, 130, "stopped by the user: SIGINT"),
+    (signal.SIGTERM, 75, "requeue: the agent received SIGTERM: the agent was asked to stop"),
+]
+JOB = """
+import signal, sys
+if sys.argv[1:]:
+    raise KeyError("lr")
+print("up", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("launcher", [EXT, AGENT], ids=["torchrun", "agent"])
+def test_the_last_line_is_ours(tmp_path, launcher):
+    (tmp_path / "job.py").write_text(JOB)
+    failed = run([*launcher, "job.py", "fail"], tmp_path)
+    assert failed.err.count("Root Cause (first observed failure)") == 1
+    assert_last(failed, 65, "stop: rank 0 raised KeyError: 'lr' at job.py:4 in <module>: raised before the first optimizer step")
+    for number, code, said in ENDED_BY:
+        with Job([*launcher, "job.py"], tmp_path) as job:
+            job.wait_for("up")
+            job.process.send_signal(number)
+            assert_last(job.finish(), code, said)
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize(("number", "code", "said"), ENDED_BY)
+def test_a_signal_ends_a_node_that_waits(tmp_path, number, code, said):
+    """No worker has started, so torch handles no signal yet."""
+    (tmp_path / "job.py").write_text("")
+    where = [f"--rdzv-endpoint=localhost:{free_port()}", "--nnodes=2", "--rdzv-id=job"]
+    with Job([*AGENT, *where, "job.py"], tmp_path) as job:
+        job.wait_for("leads the rendezvous")
+        job.process.send_signal(number)
+        assert_last(job.finish(), code, said)
+
+
 @pytest.mark.full
 def test_an_ending_interpreter_loses_no_output(tmp_path):
     """It ends at once, or with a thread that the interpreter waits for."""
     alone, beside = ends(tmp_path, *(LAUNCHER + ENDING.format(more=more) for more in ("", THREAD)))
     for (code, printed, err), thread in ((alone, []), (beside, ["a thread has ended"])):
         assert code == 69
-        assert "NodeRefused: this host was refused" in err
+        assert err.endswith("ERROR elastic_ext: this host was refused; exit code 69\n")
         assert printed == ["a line that waits in a buffer", *thread, "an exit handler"]
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 
-from elastic_ext.base.errors import EX_TRY_AGAIN, UsageError
+from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import shown
 from elastic_ext.checkpoints import verifying
 from elastic_ext.checkpoints.choice import decisions, hints, listing
@@ -79,7 +79,7 @@ def _add_save(actions: Commands) -> None:
     save = actions.add_parser("save", help="make a running job save a checkpoint now, all ranks at the same step")
     save.description = (
         "Ask a job for a checkpoint, wait until it is complete, and print its step. The exit code "
-        "is 75 if the job is not running, its round ends first, or the checkpoint is not complete in time."
+        "is 69 if no such job runs, and 75 if its round ends first or the checkpoint is not complete in time."
     )
     job_source.add_job(save)
     save.add_argument(
@@ -280,7 +280,7 @@ def _save(args: argparse.Namespace) -> int:
         done = requests.save(client, args.rdzv_id, args.timeout)
     if done.step is None:
         print_error(f"no save: {done.reason}")
-        return EX_TRY_AGAIN
+        return done.code
     print(done.step)
     return 0
 

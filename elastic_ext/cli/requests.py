@@ -293,10 +293,11 @@ def _seen_after(job: _Job, asked: DrainAsked, seen: Seen, event: Event) -> Seen:
 
 @dataclass(frozen=True)
 class SaveOutcome:
-    """step: of the complete checkpoint; None if none is complete, and the reason says why."""
+    """step: of the complete checkpoint; None if none is complete: the reason says why, and `code` is the command's exit code."""
 
     step: int | None
     reason: str
+    code: int = EX_TRY_AGAIN
 
 
 def save_outcome(requested: Header, header: Header | None, nodes: Iterable[Node]) -> SaveOutcome | None:
@@ -339,9 +340,10 @@ def _ask_save(client: EtcdClient, keys: JobKeys, deadline: float) -> Header | Sa
         found = client.get(keys.header, timeout_s=min(left_s, client.timeout_s)).kv
         header = decode(Header, found.value, keys.header) if found is not None else None
         if found is None or header is None:
-            return SaveOutcome(None, "the job is not running: it has no round yet")
+            return SaveOutcome(None, "the job is not running: it has no round yet", EX_UNAVAILABLE)
         if header.state is not State.RUNNING:
-            return SaveOutcome(None, f"the job is not running, it is {header.state.value}: {header.reason}")
+            code = EX_UNAVAILABLE if header.ended else EX_TRY_AGAIN
+            return SaveOutcome(None, f"the job is not running, it is {header.state.value}: {header.reason}", code)
         requested = header_record.with_save(header)
         timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
         if header_record.swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:

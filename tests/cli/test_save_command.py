@@ -141,7 +141,7 @@ def test_a_wait_ends_with_round_or_time(server, monkeypatch):
         write(client, Header(1, State.DONE, 1, reason="all workers have finished"))
         assert asking.result() == SaveOutcome(None, "round 1 ended before the save: all workers have finished")
         not_running = "the job is not running, it is done: all workers have finished"
-        assert save(client, "job", LIMIT_S) == SaveOutcome(None, not_running)
+        assert save(client, "job", LIMIT_S) == SaveOutcome(None, not_running, 69)
         write(client, Header(2, State.RUNNING, 1))
         ticks = itertools.count(step=0.05)  # or a busy machine would not come to ask in time
         monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
@@ -161,7 +161,7 @@ def test_etcd_dies_while_we_wait(server, tmp_path):
 
 @pytest.mark.full
 def test_no_job_and_no_etcd(server, tmp_path):
-    refused(run(command(server.endpoint), tmp_path), 75, "it has no round yet")
+    refused(run(command(server.endpoint), tmp_path), 69, "it has no round yet")
     refused(run(command(f"127.0.0.1:{free_port()}"), tmp_path), 78, "etcd")
     refused(run(command(server.endpoint, "--timeout=0"), tmp_path), 78, "--timeout")
 

@@ -92,6 +92,11 @@ def time_left_s(settings: Settings, shutdown_timeout_s: float) -> float:
     return grace_s(settings.platform_grace, pod_grace_s, shutdown_timeout_s, os.environ, time.time())
 
 
+def signals(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
+    """Return the signals by which the platform ends this agent. Torch handles SIGTERM only once it has started workers."""
+    return (signal.SIGTERM, *slurm.notices(environ))
+
+
 class SaveResult(Enum):
     SAVED = "saved"
     FAILED = "failed"

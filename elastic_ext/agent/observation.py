@@ -27,6 +27,7 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.http import gate, pages, server
+from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status
@@ -303,8 +304,10 @@ class OwnNode:
 class Serving:
     """The server of one agent, and the file by which Prometheus finds it."""
 
-    def __init__(self, shown: pages.Pages, settings: Settings, labels: Mapping[str, str], wakeup: Wakeup) -> None:
-        """labels: of the target for Prometheus. wakeup: signals wake it."""
+    def __init__(
+        self, shown: pages.Pages, settings: Settings, labels: Mapping[str, str], wakeup: Wakeup, alone: bool = True
+    ) -> None:
+        """labels: of the target for Prometheus. wakeup: signals wake it. alone: the job runs on this machine only."""
         self._linger_s, self._wakeup = settings.metrics_linger, wakeup
         self._last_scrape = pages.LastScrape()
         self._unannounce: Callable[[], None] = lambda: None
@@ -318,6 +321,12 @@ class Serving:
         self.url = self._server.url  # address of the metrics; None if they are not served
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
             all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
+            if not alone and is_loopback(bound := self._server.endpoint[0]):
+                logger.warning(
+                    "metrics: the file in %s names %s, where only a Prometheus on this host finds this agent; for one elsewhere "
+                    "set metrics_host=0.0.0.0",
+                    *(settings.metrics_discovery_dir, bound),
+                )
             self._unannounce = server.announce(settings.metrics_discovery_dir, self._server.endpoint, all_labels)
 
     def ended(self) -> None:
@@ -369,7 +378,7 @@ class Observation(companion.Companion):
         self._job = job = JobView(handler, self.node)
         shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, job.document)
         try:
-            self._serving = Serving(shown, settings, metrics.labels, wakeup)
+            self._serving = Serving(shown, settings, metrics.labels, wakeup, alone=is_loopback(handler.address))
         except BaseException:
             job.close(0.0)
             raise

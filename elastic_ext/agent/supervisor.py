@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from signal import SIGTERM
 from typing import Any, cast
 
 import torch
@@ -27,7 +26,7 @@ from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received,
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.events.event_table import MEMBERSHIP
-from elastic_ext.failures import ledger, policy, slurm, user_rules
+from elastic_ext.failures import ledger, policy, user_rules
 from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
 from elastic_ext.telemetry import families
@@ -75,12 +74,7 @@ class Supervisor(TorchAgent):
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
-        with (
-            limits.raised(),
-            taken_for_sigterm((SIGTERM, *slurm.notices(os.environ))),
-            self._verdicts.left(),
-            ExitStack() as stack,
-        ):
+        with limits.raised(), taken_for_sigterm(leaving.signals(os.environ)), self._verdicts.left(), ExitStack() as stack:
             self._companions = companions.JobCompanions(
                 self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
             )

@@ -7,8 +7,8 @@ have no switch for that. They are IPv6 sockets: for 10.0.0.1 they ask for ::ffff
 questions of hundreds that begin a round at the same moment. Workers, in whose main thread the script may need name servers,
 wait for a shorter time (`variables`) where a look-up beside the agent's other work (`ask`) was not answered at once.
 
-Invariant: no round waits for a name server that does not answer, where glibc itself asks them (not nscd or nss-resolve) and nodes give each other
-addresses, not names. Standard library only.
+Invariant: no round waits for a name server that does not answer, where glibc itself asks them (not nscd or nss-resolve) and nodes
+give each other addresses, not names. Standard library only.
 """
 
 from __future__ import annotations

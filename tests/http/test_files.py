@@ -6,10 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from http import HTTPStatus
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from elastic_ext.agent.observation import Serving
+from elastic_ext.base.settings import Settings
+from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.http import pages, server
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
 
@@ -31,6 +35,16 @@ def test_an_agent_listening_everywhere_is_reached_by_name():
     assert server.target("::", 9401, "fe80::1") == "[fe80::1]:9401"
     assert server.target("10.0.0.7", 9401, "node1") == "10.0.0.7:9401"
     assert server.target("::1", 9401, "node1") == "[::1]:9401"
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize(
+    ("alone", "host", "warned"), [(True, "127.0.0.1", False), (False, "127.0.0.1", True), (False, "0.0.0.0", False)]
+)
+def test_an_address_that_only_this_host_reaches(tmp_path, caplog, alone, host, warned):
+    settings = Settings(metrics_host=host, metrics_port=0, metrics_discovery_dir=str(tmp_path))
+    Serving({"/metrics": lambda query: pages.text(HTTPStatus.OK, "")}, settings, LABELS, Wakeup(), alone).close()
+    assert ("where only a Prometheus on this host finds this agent" in caplog.text) is warned
 
 
 @pytest.mark.seam

@@ -44,7 +44,7 @@ SHM_BYTES = 64 << 20  # the default size in containers; DataLoader workers need 
 SHM_FILES = 64
 DESCRIPTORS = 4096  # an agent with 32 workers needs about 300; the agent of rank 0 needs one more per rank of the job
 MEMORY_BYTES = 1 << 30
-SOCKET_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+GLOO = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -162,16 +162,17 @@ def check_host_name(inputs: Inputs) -> list[Finding]:
     several = inputs.endpoint == "job:" or not address.is_loopback(host)
     reached_at = address.chosen(inputs.settings.address) or (address.address_towards(host) if host and several else "")
     found = address.look_up(reached_at)
-    given = [f"{name}={inputs.environ[name]}" for name in SOCKET_VARIABLES if name in inputs.environ]
+    given = [f"{GLOO}={inputs.environ[GLOO]}"] if GLOO in inputs.environ else []
     detail = "; ".join([str(found), *given])
     if given or not found.loops:
         return [Finding("host name", OK, detail)]
+    if not several or found.interface:  # `agent.round.gloo_interface`
+        gives = f"with several nodes, the agent gives its workers {GLOO}={found.interface or 'the interface between them'}"
+        return [Finding("host name", OK, f"{detail}; {gives}")]
     names = dict.fromkeys(each.interface for each in address.addresses() if not address.is_loopback(each.address))
-    right = found.interface or " or ".join(names) or "the interface of the network between the nodes"
-    advice = f"several nodes: set {' and '.join(f'{name}={right}' for name in SOCKET_VARIABLES)}, or mend /etc/hosts on each node"
-    if several:
-        return [Finding("host name", WARN, f"{detail}, where workers of other nodes cannot reach this one", advice)]
-    return [Finding("host name", OK, f"{detail}, enough for jobs of one node", advice)]
+    right = " or ".join(names) or "the interface of the network between the nodes"
+    advice = f"set {GLOO}={right}, or mend /etc/hosts on each node"
+    return [Finding("host name", WARN, f"{detail}, where workers of other nodes cannot reach this one", advice)]
 
 
 def check_names(inputs: Inputs) -> list[Finding]:

@@ -145,18 +145,19 @@ def test_a_directory_whose_parent_does_not_exist_either(tmp_path, scheme, below,
 
 
 LOOPS = HostName("n1", ("127.0.1.1",), True, "ib0")
+NOWHERE = dataclasses.replace(LOOPS, interface="")
 
 
 @pytest.mark.parametrize(
     ("found", "endpoint", "environ", "state", "advice"),
     [
-        (LOOPS, "10.1.0.1:2379,10.1.0.2:2379", {}, WARN, "set GLOO_SOCKET_IFNAME=ib0 and NCCL_SOCKET_IFNAME=ib0"),
-        (LOOPS, "job:10.1.0.1", {}, WARN, "GLOO_SOCKET_IFNAME=ib0"),
-        (LOOPS, "job:", {}, WARN, "GLOO_SOCKET_IFNAME=ib0"),
-        (LOOPS, "localhost:2379", {}, OK, "several nodes: "),
-        (LOOPS, "job:localhost", {}, OK, "several nodes: "),
-        (LOOPS, "", {}, OK, "several nodes: "),
-        (dataclasses.replace(LOOPS, interface=""), "10.1.0.1:2379", {}, WARN, "GLOO_SOCKET_IFNAME=eth0 or ib0"),
+        (LOOPS, "10.1.0.1:2379,10.1.0.2:2379", {}, OK, ""),
+        (LOOPS, "job:10.1.0.1", {}, OK, ""),
+        (LOOPS, "localhost:2379", {}, OK, ""),
+        (NOWHERE, "job:localhost", {}, OK, ""),
+        (NOWHERE, "", {}, OK, ""),
+        (NOWHERE, "10.1.0.1:2379", {}, WARN, "set GLOO_SOCKET_IFNAME=eth0 or ib0, or mend /etc/hosts"),
+        (NOWHERE, "job:", {}, WARN, "GLOO_SOCKET_IFNAME=eth0 or ib0"),
         (LOOPS, "10.1.0.1:2379", {"GLOO_SOCKET_IFNAME": "eth1"}, OK, ""),
         (dataclasses.replace(LOOPS, loops=False), "10.1.0.1:2379", {}, OK, ""),
     ],
@@ -170,6 +171,8 @@ def test_a_host_name_that_leads_to_the_loopback(monkeypatch, found, endpoint, en
     (told,) = doctor.check_host_name(doctor.Inputs(Settings(), endpoint, environ))
     assert (told.name, told.state) == ("host name", state)
     assert told.detail.startswith("the host name n1 resolves to 127.0.1.1")
+    gives = "the agent gives its workers GLOO_SOCKET_IFNAME=" in told.detail
+    assert gives is (found.loops and not environ and not advice)
     assert advice in told.advice
     assert bool(advice) == bool(told.advice)
     assert reached_at == ["towards 10.1.0.1" if "10.1.0.1" in endpoint else ""]

@@ -172,8 +172,8 @@ def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_a
     # A server with TLS answers a client without it like this, and vice versa; so does a server that is just stopping.
     cut_off = any(word in seen.lower() for word in ("socket closed", "connection reset", "handshake"))
     hint = ", http:// versus https://, the client certificate" if cut_off else ""
-    advice = f"check the addresses{hint} and that etcd is running"
-    return Unavailable(f"{what}: no etcd endpoint answered within {round(timeout_s, 2):g} s ({seen}); {advice}", silent=silent)
+    advice = f"check the addresses{hint} and that the server is running"
+    return Unavailable(f"{what}: no endpoint answered within {round(timeout_s, 2):g} s ({seen}); {advice}", silent=silent)
 
 
 def check_version(version: str, endpoint: str) -> None:

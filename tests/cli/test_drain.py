@@ -269,7 +269,7 @@ def test_where_nothing_can_be_drained(job):
 
 def test_no_etcd_is_69_bad_settings_are_78(job, monkeypatch, tmp_path):
     nowhere = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-    said(cli("drain", "n1", nowhere, "--rdzv-id=job", "--undo"), 69, "no etcd endpoint answered")
+    said(cli("drain", "n1", nowhere, "--rdzv-id=job", "--undo"), 69, "no endpoint answered")
     assert job.server.process is not None
     job.server.process.send_signal(signal.SIGSTOP)  # after it has been connected to
     with EtcdClient(job.server.endpoint, timeout_s=0.5) as client, pytest.raises(Unreachable, match="is withdrawn"):

@@ -170,7 +170,7 @@ def test_no_server():
     with EtcdClient([nowhere(), nowhere()], timeout_s=4) as client, pytest.raises(Unavailable) as caught:
         client.put("a", "1")
     assert str(caught.value).count("Connection refused") == 2
-    assert "transaction on a: no etcd endpoint answered within 4 s" in str(caught.value)
+    assert "transaction on a: no endpoint answered within 4 s" in str(caught.value)
     assert not caught.value.maybe_applied
 
 

@@ -274,6 +274,12 @@ class Ledger:
     failures: tuple[PastFailure, ...] = ()
     charged: Annotated[int, Within(0, MAX_CHARGED)] = 0
     verdicts: tuple[JobVerdict, ...] = ()
+    done: Count = 0  # the last round, in which all workers have finished; 0 while the job has not
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job has ended for good: what follows under its run id is another job, with a budget of its own."""
+        return bool(self.done or (self.verdicts and not self.verdicts[-1].keeps_ledger))
 
 
 def given_back(ledger: Ledger, node: str) -> Ledger:

@@ -137,7 +137,8 @@ class JobRecords:
         self._shared = self._mine
         if theirs is None or (same and job is not None and not job.lease_id):
             # Nothing is there, or it is unreadable, or would never expire: the job becomes ours.
-            lease_id = self._put_job(job.mod_revision if job is not None else 0, header.lease_id if header is not None else 0)
+            revision, old_lease_id = job.mod_revision if job is not None else 0, header.lease_id if header is not None else 0
+            lease_id = self._put_job(revision, old_lease_id, begins=job is None and header is None)
             if lease_id is None:
                 return None
         else:
@@ -209,17 +210,20 @@ class JobRecords:
             self._reader.note_fault(str(error), job)
             return None
 
-    def _put_job(self, revision: int, lease_id: int) -> int | None:
+    def _put_job(self, revision: int, lease_id: int, begins: bool = False) -> int | None:
         """Be the first to write the settings, over what was written at this revision (0: nothing).
 
         Return the lease of the records that belong to no node; None if another node was faster. lease_id: that lease, or 0 if
-        no lease exists yet.
+        no lease exists yet. begins: a job begins; what outlives one that has ended for good is deleted.
         """
         lease_id = lease_id or self._client.lease_grant(self._lease_s * JOB_LEASE_FACTOR).lease_id
+        compares, ops = [unchanged(self._keys.job, revision)], list[Op]([Put(self._keys.job, self._record, lease_id=lease_id)])
+        found = self._client.get(self._keys.ledger).kv if begins else None
+        if found is not None and (ledger := self._reader.ledger(found)) is not None and ledger.ended:
+            compares.append(unchanged(self._keys.ledger, found.mod_revision))
+            ops += [Delete(each, prefix=True) for each in self._keys.outliving]
         try:
-            written = self._client.txn(
-                [unchanged(self._keys.job, revision)], [Put(self._keys.job, self._record, lease_id=lease_id)]
-            )
+            written = self._client.txn(compares, ops)
         except LeaseLost:
             return None
         return lease_id if written.succeeded else None

@@ -148,7 +148,10 @@ def lines(job: JobStatus) -> Iterator[str]:
 
 def _lines(job: JobStatus) -> Iterator[str]:
     header = job.header
-    yield f"job {job.run_id}: {header.state.value}" + (f", round {header.round}" if header.round else "")
+    round_, state = header.round or job.ledger.done, header.state
+    if not header.round and not job.nodes and job.ledger.ended:  # the header has expired
+        state = State.DONE if job.ledger.done else State.CLOSED
+    yield f"job {job.run_id}: {state.value}" + (f", round {round_}" if round_ else "")
     if header.reason:
         yield f"  because: {header.reason}"
     if header.state is State.RUNNING:

@@ -19,11 +19,11 @@ from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, Get, LeaseLost,
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.failures.joint_evidence import Comparison
-from elastic_ext.failures.ledger import decode_verdict
+from elastic_ext.failures.ledger import decode_verdict, encode_ledger
 from elastic_ext.rendezvous import configuration, drains, rounds
 from elastic_ext.rendezvous.configuration import Configuration
 from elastic_ext.rendezvous.header_record import HeaderRecord
-from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports
+from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports, ledger_of
 from elastic_ext.rendezvous.own_records import OwnWatches, Registration
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
 from elastic_ext.rendezvous.tasks import NodeContext, Outage
@@ -172,7 +172,10 @@ class Leader:
             self.write_header(action.header)
         elif isinstance(action, rounds.End):
             ended = dataclasses.replace(view.header, state=action.state, reason=action.reason, end=action.kind, lost=action.lost)
-            self.write_header(ended)
+            if action.state is State.DONE:
+                self._write_done(ended)
+            else:
+                self.write_header(ended)
 
     def write_header(self, header: Header, *compares: Compare) -> bool:
         """Write the header. Return False if this node no longer leads, or etcd holds a header other than the known one."""
@@ -180,6 +183,16 @@ class Leader:
         if not written:
             self._reload()
         return written
+
+    def _write_done(self, header: Header) -> None:
+        """Write the header, and into the ledger, which outlives it, that the next job under this run id is another one."""
+        client, key = self._context.client, self._context.keys.ledger
+        found = client.get(key).kv
+        ledger = dataclasses.replace(ledger_of(found.text if found is not None else ""), done=header.round)
+        lease_id = outliving_lease(client, found.lease_id if found is not None else 0)
+        same = unchanged(key, found.mod_revision if found is not None else 0)
+        if not self._header.write(header, [self._still_leading, same], [Put(key, encode_ledger(ledger), lease_id=lease_id)]):
+            self._reload()
 
     def _seal(self, view: rounds.View, action: rounds.Seal) -> None:
         client, keys, lease_id = self._context.client, self._context.keys, self._header.lease_id

@@ -16,7 +16,7 @@ from typing import Annotated
 from elastic_ext.base import goodput, records
 from elastic_ext.base.printable import counted, cut, shown
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Seconds, Within
-from elastic_ext.failures.ledger import JobVerdict
+from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
@@ -351,7 +351,7 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         backend=sources.backend,
         state=state,
         reason=cut(shown(final.reason if final is not None and state not in ("running", "ended") else reason), MAX_TEXT),
-        round=header.round or (own.report.round if own is not None else max((each.round for each in failures), default=0)),
+        round=header.round or (own.report.round if own is not None else _last_round(status.ledger)),
         nodes=header.nodes or (own.nodes if own is not None else 0) or len(of_round),
         world_size=header.world or (own.world if own is not None else 0) or sum(each.workers for each in of_round),
         restarts_charged=last.restarts if last is not None else 0,
@@ -362,6 +362,11 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         saved_step=saved.saved_step if saved is not None else None,
         saved_s=saved.saved_s if saved is not None else None,
     )
+
+
+def _last_round(ledger: Ledger) -> int:
+    """Return the last round of a job whose header has expired: one has followed each verdict that let the job go on."""
+    return ledger.done or max((each.round + (not each.ends_job) for each in ledger.verdicts), default=0)
 
 
 def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], left: bool) -> str:
@@ -376,7 +381,7 @@ def _state(status: JobStatus, final: Failure | None, nodes: list[NodeStatus], le
     if state is State.CLOSED or stops:
         return "failed"
     if left:
-        return "ended"
+        return "succeeded" if status.ledger.done else "ended"
     if state is State.BROKEN and all(each.state == GONE for each in nodes):
         return "ended"
     if state is State.BROKEN or (state is State.RUNNING and not nodes):

@@ -23,7 +23,7 @@ from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.http import server as agent_server
 from elastic_ext.http.gate import Gate
-from elastic_ext.rendezvous.job_status import JobStatus, NodeText
+from elastic_ext.rendezvous.job_status import JobStatus, NodeText, lines
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
 from elastic_ext.status import job_status
@@ -138,12 +138,17 @@ def test_the_state_of_the_job(header, stopped, state):
 
 def test_a_job_without_leases_is_judged_by_verdicts():
     gone = {"nodes": {}, "assignments": {}}
-    ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
+    ledger = failed_ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
     failed = built(job(Header(), ledger=ledger, **gone))
     assert (failed.job.state, failed.job.round, failed.job.reason) == ("failed", 2, "a bug\\x1b[2J")
     restarted = dataclasses.replace(STOP, action=Action.RESTART, exit_code=None, response=Response.RESTART)
     ledger = Ledger((), 0, (JobVerdict(restarted, 2, "a", "n0", 0, 1, 3),))
-    assert built(job(Header(), ledger=ledger, **gone)).job.state == "ended"
+    ended = built(job(Header(), ledger=ledger, **gone)).job
+    assert (ended.state, ended.round) == ("ended", 3), "the restart has led to another round"
+    done = job(Header(), ledger=dataclasses.replace(ledger, done=4), **gone)
+    assert (built(done).job.state, built(done).job.round) == ("succeeded", 4)
+    assert next(lines(done)) == "job j: done, round 4"
+    assert next(lines(job(Header(), ledger=Ledger(verdicts=failed_ledger.verdicts), **gone))) == "job j: closed"
     assert built(job(Header(), ledger=ledger)).job.state == "forming"  # its nodes are back
     assert built(job(HEADER, **gone)).job.state == "recovering"  # the header outlives the nodes for a while
 

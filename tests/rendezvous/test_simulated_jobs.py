@@ -23,8 +23,16 @@ from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.joint_evidence import Reach, Silent
-from elastic_ext.failures.ledger import JobStopped, Ledger, decode_ledger, decode_verdict, encode_ledger, encode_verdict
-from elastic_ext.failures.policy import Action
+from elastic_ext.failures.ledger import (
+    JobStopped,
+    JobVerdict,
+    Ledger,
+    decode_ledger,
+    decode_verdict,
+    encode_ledger,
+    encode_verdict,
+)
+from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous import drains, leader
 from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import DrainRequest
@@ -709,6 +717,29 @@ def test_a_job_that_is_done_cannot_be_closed():
     few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", None), in_any_round=True)
     few.world.run(1.0)
     assert few.headers()[-1] == (1, State.DONE)
+
+
+@pytest.mark.parametrize(
+    ("ends", "kept"),
+    [("done", 0), (Decision(Action.STOP, "code", "a bug", 65, response=Response.STOP), 0),
+     (Decision(Action.STOP, "preemption", "again", 75, response=Response.REQUEUE), 2), ("killed", 2)],
+    ids=["done", "code-bug", "requeue", "killed"],
+)  # fmt: skip
+def test_another_job_has_a_budget_of_its_own(ends, kept):
+    """Whenever it begins under the same run id: the header of the one before has expired, its ledger has not."""
+    few = Few("a", Limits(1, 1, 0.0))
+    few.client.txn([], [Put(KEYS.ledger, encode_ledger(Ledger(charged=2)))])
+    if ends == "done":
+        few.nodes["a"].part.done()
+        few.until_stored(lambda header: header.state is State.DONE)
+    elif ends != "killed":
+        few.client.txn([], [Put(KEYS.ledger, encode_ledger(Ledger(charged=2, verdicts=(JobVerdict(ends, 1, "a", "a"),))))])
+    few.nodes.pop("a").kill()
+    few.world.run(10 * TTL_S)
+    assert stored(few.world) is None
+    few.nodes["b"] = few.add("b")
+    few.until_round(1)
+    assert few.ledger() == Ledger(charged=2, verdicts=few.ledger().verdicts) if kept else few.ledger() == Ledger()
 
 
 # Nodes that come late.

@@ -436,6 +436,9 @@ def _precedence(diagnosis: Diagnosis) -> tuple[bool | int | tuple[int, ...], ...
     return cascade, stopped, *later, evidence.hang_blame, diagnosis.order, evidence.ended_ns
 
 
+USAGE = 2  # exit code of argparse, as of most commands
+
+
 def describe(evidence: Evidence) -> str:
     """Return one printable line: which rank ended, and how."""
     return printable(_described(evidence))
@@ -456,7 +459,15 @@ def _described(evidence: Evidence) -> str:
         place = f" at {exception.frames[-1]}" if exception.frames else ""
         message = cut(_gist(exception.message), MAX_SHOWN)
         return f"rank {evidence.rank} raised {exception.type}{': ' + message if message else ''}{place}"
-    return f"rank {evidence.rank} {'was killed by' if evidence.signal is not None else 'ended with'} {ended_by(evidence)}"
+    said = _usage_error(evidence)
+    how = f"{'was killed by' if evidence.signal is not None else 'ended with'} {ended_by(evidence)}"
+    return f"rank {evidence.rank} {how}{f' ({cut(said, MAX_SHOWN)})' if said else ''}"
+
+
+def _usage_error(evidence: Evidence) -> str:
+    """Return what argparse says of a wrong option, as `x.py: error: unrecognized arguments: --y`; "" if it is not that."""
+    last = evidence.stderr_tail.rstrip().rpartition("\n")[2]
+    return last if evidence.exit_code == USAGE and ": error: " in last else ""
 
 
 def _more(names: Sequence[str]) -> str:

@@ -922,3 +922,23 @@ def test_the_time_grows_no_faster_than_the_text(piece):
 
     assert seconds(60_000) < 40 * seconds(6_000) + 0.01
     assert seconds(6_000_000) < 10 * seconds(60_000) + 0.05
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "tail", "said"),
+    [
+        (
+            2,
+            "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --lr\n",
+            "train.py: error: unrecognized arguments: --lr",
+        ),
+        (2, "train.py: error: no such file\nbye\n", ""),
+        (3, "train.py: error: unrecognized arguments: --lr\n", ""),
+    ],
+)
+def test_a_wrong_option_is_named(exit_code: int, tail: str, said: str) -> None:
+    reason = classify(Evidence(rank=0, exit_code=exit_code, stderr_tail=tail)).reason
+    assert reason.startswith(
+        f"rank 0 ended with exit code {exit_code} ({said}): " if said else f"rank 0 ended with exit code {exit_code}"
+    )
+    assert ("error" in reason) is bool(said)

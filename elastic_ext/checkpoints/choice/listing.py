@@ -198,7 +198,7 @@ class Inspector:
         if self.wanted.since is not None and decisions.or_oldest(found.written_at) <= self.wanted.since:
             return Inspection(False, UNKNOWN, "it was written before this run began")
         mark = own_files.quarantine_of(self.storage, entry.name) if self.marked else None
-        if mark is not None and not (mark.written_at and found.written_at and found.written_at > mark.written_at):
+        if mark is not None and mark.holds(found.written_at):
             reason = f"quarantined: {mark.reason}"
             return replace(found, complete=False, compared=False, reason=reason, distrusted=not mark.from_nothing)
         try:

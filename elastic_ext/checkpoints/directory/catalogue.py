@@ -83,7 +83,9 @@ def list_checkpoints(
         group = together.get(candidates.family_of(entry.name), "")
         row = _row(entry, seen, inspection, verdict, pattern)
         row = replace(row, family=family.pattern, together=group, apart=apart.get(group, ""), linked=beside.is_linked(entry))
-        row = replace(row, pinned=entry.name in beside.pinned, quarantined=entry.name in beside.quarantined)
+        mark = own_files.quarantine_of(storage, entry.name) if entry.name in beside.quarantined else None
+        bad = mark is not None and mark.holds(inspection.written_at)
+        row = replace(row, pinned=entry.name in beside.pinned, quarantined=bad)
         found.append(row)
     return tuple(found)
 

@@ -190,6 +190,10 @@ class Mark:
     # Where no other checkpoint may be used, a run may begin from nothing: so did the one that has saved it.
     from_nothing: bool = False
 
+    def holds(self, written_at: float | None) -> bool:
+        """Return whether it holds for a checkpoint of its name that was written then; None: unknown."""
+        return not (self.written_at and written_at and written_at > self.written_at)
+
 
 def quarantine(
     storage: Storage, name: str, reason: str, by: str = "", written_at: float | None = None, from_nothing: bool = False

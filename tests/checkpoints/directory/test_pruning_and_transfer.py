@@ -20,7 +20,7 @@ from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.choice.listing import newest_complete
 from elastic_ext.checkpoints.directory import upkeep
 from elastic_ext.checkpoints.directory.catalogue import list_checkpoints
-from elastic_ext.checkpoints.directory.own_files import MANIFEST
+from elastic_ext.checkpoints.directory.own_files import MANIFEST, quarantine
 from elastic_ext.checkpoints.directory.upkeep import CopyError, PruneCandidate, copy, plan_prune
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import OWN, TORCH_SAVE, UNKNOWN, directory_name
@@ -179,6 +179,18 @@ def directory(tmp_path: Path) -> str:
         save_own(tmp_path / "run", step, 2, epoch=step // 10)
     (tmp_path / "run" / directory_name(40, 2)).mkdir()
     return str(tmp_path / "run")
+
+
+def test_a_mark_ends_as_its_checkpoint_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """So judges the choice, too."""
+    storage, path = open_storage(str(tmp_path)), tmp_path / "last.pt"
+    torch.save({"model": {}, "optimizer": {}, "step": 5}, path)
+    quarantine(storage, path.name, "it fails", written_at=path.stat().st_mtime)
+    _, out, _ = run(capsys, "ls", str(tmp_path))
+    assert "quarantined" in out.splitlines()[1]
+    os.utime(path, (path.stat().st_mtime + 10,) * 2)
+    _, out, _ = run(capsys, "ls", str(tmp_path))
+    assert (out.splitlines()[1][0], "quarantined" in out.splitlines()[1]) == ("*", False)
 
 
 def test_ls(directory: str, capsys: pytest.CaptureFixture[str]) -> None:

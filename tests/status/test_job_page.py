@@ -79,7 +79,7 @@ def test_text_of_others_stays_text(browser: Any) -> None:
         page = opened(browser, url)
         for place in ("name", "state", "reason", "failures", "stragglers", "refused", "key", "unknown", "stale", "shown-by"):
             assert hostile in page.inner_text(f"#{place}"), place
-        assert page.title().startswith(hostile)
+        assert page.title().startswith(f"job {hostile}")
         assert page.evaluate("[window.owned, document.querySelectorAll('script, img, b').length]") == [None, 1]
         assert page.problems == []
         # And a script that somebody gets into the page does not run.

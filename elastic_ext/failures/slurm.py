@@ -44,8 +44,8 @@ def in_step(environ: Mapping[str, str]) -> bool:
 
 
 def hosts(environ: Mapping[str, str]) -> int:
-    """Return the number of hosts of this step; 1 where Slurm says nothing."""
-    return _number(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")) or 1
+    """Return the number of hosts of this step; 1 outside a step, as in the shell of `salloc`."""
+    return (_number(environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES")) or 1) if in_step(environ) else 1
 
 
 def read_environment(environ: Mapping[str, str]) -> SlurmJob:

@@ -52,6 +52,7 @@ def test_agents_of_one_machine_meet_at_the_loopback(text, caplog):
     assert hosting.own_address(endpoint, None, {}) == "127.0.0.1"
     assert f"--rdzv-endpoint={endpoint}: only agents on this machine can take part" in caplog.text
     assert hosting.own_address(endpoint, "127.0.0.1", SEVERAL) == "127.0.0.1", "a user says so"
+    assert hosting.own_address(endpoint, None, {**SEVERAL, "SLURM_STEP_ID": ""}) == "127.0.0.1", "the shell of an allocation"
     with pytest.raises(UsageError, match=r"in a step on 2 hosts: .* is another machine on each of them"):
         hosting.own_address(endpoint, None, SEVERAL)
 

@@ -6,8 +6,9 @@ its receiver's.
 
 Wire protocol, lines on the relay's stdin and stdout: it is told the names of the namespaces in its arguments, and answers "ready"
 once all devices are up; then each line {"links": {NAME: [[loss, delay_s, reorder] out, [the same] in], ...}, "apart": [[NAME,
-NAME], ...]} changes these links, tells which hosts do not reach each other, and is answered "done". The end of its stdin ends it,
-and with it go the devices.
+NAME], ...], "largest": BYTES, "ports": [PORT, ...]} changes these links, tells which hosts do not reach each other, which packets
+pass (of which size; on which TCP ports, all where none is given), and is answered "done". The end of its stdin ends it, and with
+it go the devices.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class LossyNetwork:
         self.namespaces = {host: f"lossy{os.getpid()}.{number}.{host}" for host in hosts}
         self.addresses = {host: f"{_SUBNET}.{index}" for index, host in enumerate(hosts, 1)}
         self._apart: list[list[str]] = []
+        self._largest, self._ports = _MTU, list[int]()
         self._stack = ExitStack()
 
     def __enter__(self) -> LossyNetwork:
@@ -136,9 +138,20 @@ class LossyNetwork:
         self._apart = [[self.namespaces[host] for host in pair] for pair in pairs]
         self._tell({})
 
+    def swallow_above(self, largest: int) -> None:
+        """Lose each larger packet without a word, as a network does whose hosts believe in a larger MTU than it has."""
+        self._largest = largest
+        self._tell({})
+
+    def open_only(self, *ports: int) -> None:
+        """Lose each packet that is of none of these TCP ports, as a firewall does. None given: all are open."""
+        self._ports = list(ports)
+        self._tell({})
+
     def _tell(self, ways: Mapping[str, object]) -> None:
         assert self._relay.stdin is not None
-        print(json.dumps({"links": ways, "apart": self._apart}), file=self._relay.stdin, flush=True)
+        rules = {"links": ways, "apart": self._apart, "largest": self._largest, "ports": self._ports}
+        print(json.dumps(rules), file=self._relay.stdin, flush=True)
         self._answer("done")
 
     def _answer(self, expected: str) -> None:
@@ -162,6 +175,7 @@ class _Relay:
         self._out = dict.fromkeys(self._fds, CLEAN)
         self._in = dict.fromkeys(self._fds, CLEAN)
         self._apart: set[frozenset[int]] = set()
+        self._largest, self._ports = _MTU, frozenset[int]()
         self._queue: list[tuple[float, int, int, bytes]] = []  # when to deliver, a number that keeps the order, to whom, packet
         self._count = itertools.count()
 
@@ -195,18 +209,25 @@ class _Relay:
             if packet[0] >> 4 != 4:
                 continue
             to = self._to.get(".".join(map(str, packet[16:20])))
-            if to is None or frozenset((fd, to)) in self._apart:
+            if to is None or frozenset((fd, to)) in self._apart or not self._passes(packet):
                 continue
             ways = self._out[fd], self._in[to]
             if all(random.random() >= way.loss for way in ways):
                 at = time.monotonic() + sum(way.delay_s + HELD_S * (random.random() < way.reorder) for way in ways)
                 heapq.heappush(self._queue, (at, next(self._count), to, packet))
 
+    def _passes(self, packet: bytes) -> bool:
+        if len(packet) > self._largest:
+            return False
+        at = 4 * (packet[0] & 0xF)  # the ports of its sender and its receiver are the first in the header of TCP
+        return not self._ports or not self._ports.isdisjoint(struct.unpack_from("!2H", packet, at))
+
     def _change(self, line: str) -> bool:
         if not line:
             return False
         told = json.loads(line)
         self._apart = {frozenset(self._of[name] for name in pair) for pair in told["apart"]}
+        self._largest, self._ports = told["largest"], frozenset(told["ports"])
         for name, (out, into) in told["links"].items():
             self._out[self._of[name]], self._in[self._of[name]] = Way(*out), Way(*into)
         print("done", flush=True)

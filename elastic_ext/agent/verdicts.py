@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
 from elastic_ext.agent import companion, exits, launch
 from elastic_ext.base import diagnosis
@@ -361,6 +362,8 @@ class Verdicts:
 
     def of_agent(self, error: BaseException) -> JobVerdict:
         """Return a stop because this agent has failed. The others get its exit code: only this agent knows why the job ended."""
+        if isinstance(error, RendezvousConnectionError):
+            return self._node_stop(diagnosis.NETWORK, cut(str(error), MAX_TEXT), EX_TRY_AGAIN, "unreachable")
         code = error.code if isinstance(error, SystemExit) else None
         cause = error.__cause__ or error
         reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", MAX_TEXT)
@@ -381,7 +384,7 @@ class Verdicts:
         try:
             yield
         except (Exception, SystemExit) as error:
-            self._handler.closing = self.of_agent(error)
+            self._handler.closing = for_others(self.of_agent(error), self._settings.exit_codes)
             raise
 
     def stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:

@@ -90,12 +90,12 @@ CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to connect; fo
 
 
 class StoreConnector:
-    """One agent's connector; it counts consecutive stores that did not answer."""
+    """One agent's connector; it knows the consecutive stores that did not answer."""
 
-    def __init__(self, changed: threading.Condition) -> None:
-        """changed: notified when the result of `over` may have changed."""
-        self._changed = changed
-        self._unreachable = 0
+    def __init__(self, changed: threading.Condition, host: str) -> None:
+        """changed: notified when the result of `over` may have changed. host: this one, for messages."""
+        self._changed, self._host = changed, host
+        self._unreached: list[str] = []
         self._silent: dict[str, int] = {}  # round of the last store that did not answer, by its host's address
 
     def silent(self, round_: int) -> tuple[str, ...]:
@@ -123,15 +123,12 @@ class StoreConnector:
         error = answer.exception()
         self._silent.pop(header.address, None)
         if error is None:
-            self._unreachable = 0
+            self._unreached = []
             return answer.result()
         self._silent[header.address] = header.round
-        self._unreachable += 1
-        if self._unreachable == TRIES:  # the other nodes are better off without this one
-            raise RendezvousConnectionError(
-                f"the stores of {TRIES} rounds in a row did not answer, the last one at {header.address}:{header.port}"
-                f": {error}; expected all hosts of the job to reach each other: check the network"
-            ) from error
+        self._unreached.append(f"{header.address}:{header.port}")
+        if len(self._unreached) == TRIES:  # the other nodes are better off without this one
+            raise RendezvousConnectionError(unreachable(self._host, self._unreached)) from error
         logger.warning("the store of round %s does not answer: %s", header.round, error)
         break_round("the store of rank 0 does not answer")
         return None
@@ -146,6 +143,15 @@ class StoreConnector:
             answer.set_exception(error)
         with self._changed:
             self._changed.notify_all()
+
+
+def unreachable(host: str, stores: Sequence[str]) -> str:
+    """Return the message of a host that cannot reach the stores of some rounds, at these addresses and ports."""
+    return (
+        f"{host} cannot reach {', '.join(stores)}, the stores of {len(stores)} rounds in a row, though it learns of the rounds from "
+        "the job's store: a firewall, or a route, lets no other port through; open all TCP ports between the hosts of the job, as "
+        "each round's store, the agents and the workers listen on ports that vary"
+    )
 
 
 def recently_silent(silent: Mapping[str, int], round_: int) -> tuple[str, ...]:

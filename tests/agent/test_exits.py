@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from elastic_ext.agent import exits
 from elastic_ext.agent.verdicts import Verdicts, for_others
@@ -21,6 +21,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, decode_verdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous.contract import JobDone
+from elastic_ext.rendezvous.round_store import unreachable
 from tests.jobs import AGENT, EXT, Finished, Job, run
 from tests.ports import free_port
 
@@ -73,6 +74,19 @@ def test_others_get_one_line_of_an_agents_error():
     decision = verdicts.of_agent(OSError("x" * 10**6)).decision
     assert decision.reason.startswith("the agent on a failed: OSError: xxx")
     assert len(decision.reason) <= MAX_TEXT
+
+
+def test_all_end_alike_where_one_reaches_no_other():
+    """The node itself by the exception, the others by the verdict that it leaves them."""
+    handler = SimpleNamespace(round=2, node_id="a", host="a")
+    error = RendezvousConnectionError(unreachable("a (10.0.0.1)", ["10.0.0.2:4000", "10.0.0.2:4001"]))
+    with pytest.raises(RendezvousConnectionError), Verdicts(Settings(), handler).left():
+        raise error
+    told = decode_verdict(encode_verdict(handler.closing))
+    decision = told.for_node("b", "design")
+    assert (decision.exit_code, decision.kind, told.keeps_ledger) == (exits.exit_code_of(error), "network", True)
+    assert decision.reason.startswith("a (10.0.0.1) cannot reach 10.0.0.2:4000, 10.0.0.2:4001, the stores of 2 rounds in a row")
+    assert "open all TCP ports between the hosts" in decision.reason
 
 
 def test_a_job_closed_silently_ends_with_one_line(monkeypatch, capsys):

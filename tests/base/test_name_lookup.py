@@ -61,7 +61,7 @@ def connect(answers: bool, address: str) -> None:
         name_lookup._asked.thread.join()
     store = serve(address)
     header = Header(1, address=address, port=store.port, nodes=1)
-    connected = StoreConnector(threading.Condition()).connect(header, lambda: None, lambda reason: None)
+    connected = StoreConnector(threading.Condition(), "here").connect(header, lambda: None, lambda reason: None)
     NodeStates(60.0).swap(RoundStore(address, store.port, 0, 1), "0", 60.0)
     name_lookup._asked.thread.join()
     assert connected is not None

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
 from elastic_ext.agent import companion, exits, launch
 from elastic_ext.base import diagnosis
@@ -362,7 +362,7 @@ class Verdicts:
 
     def of_agent(self, error: BaseException) -> JobVerdict:
         """Return a stop because this agent has failed. The others get its exit code: only this agent knows why the job ended."""
-        if isinstance(error, RendezvousConnectionError):
+        if isinstance(error, (RendezvousConnectionError, RendezvousTimeoutError)):
             return self._node_stop(diagnosis.NETWORK, cut(str(error), MAX_TEXT), EX_TRY_AGAIN, "unreachable")
         code = error.code if isinstance(error, SystemExit) else None
         cause = error.__cause__ or error

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from elastic_ext.base import errors, isolated
+from elastic_ext.base import errors, isolated, wakeup
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ ACCEPT_AGAIN_S = 1.0  # pause then
 BACKLOG = 64  # agents that connect while the helper starts
 SEND_S = 1.0  # an agent that is stopped does not read; it misses what it could have read
 TRIES, TRIES_S = 8, 60.0  # starts and entries of one agent within this time: one that always dies is not started for ever
+START_S = 120.0  # until it listens: it may wait for the end of an earlier one, and its disk may hang
 END_S = 12.0  # for the helper to leave nothing behind: milliseconds, or the lease of a host that was lost just before the end
 ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "LANG", "PYTHONHOME")  # nothing by which a reaper would find it
 QUIET_GRPC = {"GRPC_VERBOSITY": "NONE"}  # what it prints on stderr of a port that is taken is said better
@@ -216,13 +217,15 @@ class HelperConnection:
             with suppress(BrokenPipeError):
                 stdin.write(self._helper.given)
                 stdin.close()
+            if late := not wakeup.readable(stdout.fileno(), START_S):
+                process.kill()
             word = stdout.readline()
         self._started.append(process)
         if word == BUSY:
             process.wait()
         elif word != UP:
             log = f"; its log was {self._helper.log}" if self._helper.log else ""
-            said = word.decode(errors="replace").strip()
+            said = f"it has said nothing for {START_S:g} s" if late else word.decode(errors="replace").strip()
             raise HelperFailed(f"{name} cannot be started: {said or f'exit code {process.wait()}'}{log}")
 
     def _run(self) -> None:

@@ -13,12 +13,14 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from elastic_ext.base import settings as settings_module
+from elastic_ext.base import waits
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.helper_process import Helper, HelperConnection, HelperFailed, Message, text_of
 from elastic_ext.base.printable import printable
@@ -72,7 +74,12 @@ class Attachment:
             for level, text in self._unsaid or ():
                 logger.log(level, "%s", text)
             self._unsaid = None
-            self._changed.wait_for(lambda: self._access is not None or self._failed, timeout_s)
+            now = time.monotonic()
+            deadline, wait = now + timeout_s, waits.Waiting("the job's etcd to serve", now)
+            while self._access is None and not self._failed and now < deadline:
+                wait.say(now, deadline, "this node leaves (join_timeout)")
+                self._changed.wait(wait.pause_s(now, deadline))
+                now = time.monotonic()
             if self._access is not None:
                 return self._access
             if self._failed:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from elastic_ext.base import errors, printable, records
+from elastic_ext.base import errors, printable, records, waits
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import Delete, EtcdClient, EtcdError, Get, KeyValue, Tls, TlsError, Unavailable
 from elastic_ext.failures.ledger import JobVerdict, Ledger
@@ -63,7 +63,8 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = 
 
 def _await_answer(client: EtcdClient, what: str, wait_s: float, passing: tuple[type[EtcdError], ...]) -> None:
     """Read once, so that a user without permission learns of it now."""
-    deadline, warned = time.monotonic() + wait_s, False
+    began = time.monotonic()
+    deadline, warned, wait = began + wait_s, False, waits.Waiting(what, began)
     while True:
         try:
             client.get(ROOT)
@@ -71,12 +72,13 @@ def _await_answer(client: EtcdClient, what: str, wait_s: float, passing: tuple[t
         except passing as error:
             if wait_s <= 0:
                 raise
-            if time.monotonic() >= deadline:
+            if (now := time.monotonic()) >= deadline:
                 client.close()
                 raise NoAnswer(f"{what} has not answered for {wait_s:g} s: {error}") from error
             if not warned:
                 logger.warning("%s does not answer; trying for %g s: %s", what, wait_s, error)
                 warned = True
+            wait.say(now, deadline, "this node leaves (read_timeout)")
             threading.Event().wait(RETRY_S)
 
 

@@ -20,7 +20,7 @@ FRESH_SHARE = 0.6  # of the lease time: with more than this left, no renewal was
 
 
 class Registration:
-    """This node's record and lease. For the rendezvous thread, except `lease`."""
+    """This node's record and lease. For the rendezvous thread, except `lease` and `unwritten`."""
 
     def __init__(
         self,
@@ -51,6 +51,11 @@ class Registration:
         """The lease id, and until when (monotonic) the others certainly see this node alive. A consistent pair; any thread."""
         session = self.session
         return (session.lease_id, session.alive_until) if session is not None else (None, float("inf"))
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether etcd has not taken the record as it should be. Any thread."""
+        return self._written is not self.node
 
     def grant(self) -> LeaseSession:
         """Get a new lease."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic import rendezvous
 
-from elastic_ext.base import contracts, diagnosis, errors, name_lookup, printable
+from elastic_ext.base import contracts, diagnosis, errors, name_lookup, printable, waits
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, QuotaExceeded, unchanged, values
@@ -373,6 +373,7 @@ class RecordRepair:
 START_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
 POLL_S = 1.0  # how often a waiting main thread looks for a signal that was lost
+TAKE_S = 60.0  # for the store to take this node's record, a dozen tries, while it renews the lease; one that is down does not
 
 
 @dataclass(frozen=True)
@@ -401,20 +402,6 @@ class Patience:
             "is lost with its host, which cannot come back in a step of Slurm, or this node is cut off for longer than the job "
             "waits for it, so this node leaves; start the job again unless other nodes go on"
         )
-
-
-class Silence:
-    """For how long one wait has seen this node without a lease. The time before counts for nothing: it may have been paused."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._since = math.inf
-
-    def is_over(self, alive_until: float | None, now: float) -> bool:
-        """Return whether that was the limit. alive_until: monotonic, as `now`; None: it has no lease yet."""
-        expired = alive_until is not None and alive_until <= now
-        self._since = min(self._since, now) if expired else math.inf
-        return now >= self._since + self._limit_s
 
 
 REJOIN_MARGIN_S = 5.0  # for the agent of a node that was only cut off: to hear of it, and to register again
@@ -494,6 +481,26 @@ class Place:
         lease_id, until = self.participant.registration.lease
         return until if lease_id is not None else None
 
+    def silent(self, now: float) -> bool:
+        """Return whether the lease has expired. The time before counts for nothing: this node may have been paused."""
+        alive_until = self.alive_until()
+        return alive_until is not None and alive_until <= now
+
+    def unheard(self, now: float) -> bool:
+        """Return whether the store renews the lease, but has not taken this node's record as it should be."""
+        alive_until, full = self.alive_until(), self.participant.tasks.etcd_full
+        return self.participant.registration.unwritten and full is None and alive_until is not None and alive_until > now
+
+    @property
+    def why_unheard(self) -> str:
+        """What the node says when it leaves because that has lasted."""
+        store = ", ".join(map(str, self.participant.client.endpoints))
+        return (
+            f"the job's store at {store} renews this node's lease, but has taken no record from {self.address} for {TAKE_S:g} s: "
+            "small messages pass and large ones do not, or the store cannot write to its disk; check the MTU between the two "
+            "hosts, and the store; this node leaves"
+        )
+
     def revocation(self) -> contracts.LeaseRevocation | None:
         """See `contract.Rendezvous`. Secrets go through the reaper's pipe only."""
         lease_id, _ = self.participant.registration.lease
@@ -527,9 +534,10 @@ class Place:
             NodesDiffer: they still do when this node has waited for as long as it may.
             NodeRefused, RendezvousClosedError, RendezvousTimeoutError, RendezvousConnectionError, UsageError
         """
-        participant = self.participant
-        deadline, notified, said = time.monotonic() + self.patience.timeout_s, "", ""
-        silence = Silence(self.patience.silent_s)
+        participant, now = self.participant, time.monotonic()
+        deadline, notified, said = now + self.patience.timeout_s, "", ""
+        wait = waits.Waiting(f"a round after round {after}", now)
+        silence, unheard = waits.Lasting(self.patience.silent_s), waits.Lasting(TAKE_S)
         with self.changed:
             while True:
                 header = participant.header
@@ -546,20 +554,31 @@ class Place:
                 if header.ended:
                     over = JobDone if header.state is State.DONE else rendezvous.RendezvousClosedError
                     raise over(f"the job {participant.context.config.run_id} is over: {printable.shown(header.reason)}")
-                if self._is_spare(header, after):
-                    deadline = time.monotonic() + self.patience.timeout_s
-                left = deadline - time.monotonic()
-                if header.differs and left <= 0:
-                    raise NodesDiffer(f"no round was formed: {header.differs}; {TO_DO}")
+                now = time.monotonic()
+                if spare := self._is_spare(header, after):
+                    deadline = now + self.patience.timeout_s
+                self._check_time(header, deadline - now)
                 if header.differs != said:
                     said = header.differs
-                    _show_difference(said, left)
-                if left <= 0:
-                    why = f": {participant.tasks.etcd_full}" if participant.tasks.etcd_full is not None else ""
-                    raise rendezvous.RendezvousTimeoutError(f"{self.patience.over}{why}")
-                if silence.is_over(self.alive_until(), time.monotonic()):
+                    _show_difference(said, deadline - now)
+                if silence.is_over(self.silent(now), now):
                     raise rendezvous.RendezvousTimeoutError(self.patience.store_lost)
-                self.changed.wait(left)
+                if unheard.is_over(self.unheard(now), now):
+                    raise rendezvous.RendezvousConnectionError(self.why_unheard)
+                if spare:
+                    wait.say(now, math.inf, "the job trains without this node")
+                else:
+                    wait.say(now, deadline, "this node leaves (join_timeout)")
+                self.changed.wait(deadline - now)
+
+    def _check_time(self, header: Header, left_s: float) -> None:
+        """Raises NodesDiffer, RendezvousTimeoutError: this node has waited for as long as it may."""
+        if left_s > 0:
+            return
+        if header.differs:
+            raise NodesDiffer(f"no round was formed: {header.differs}; {TO_DO}")
+        full = self.participant.tasks.etcd_full
+        raise rendezvous.RendezvousTimeoutError(self.patience.over + (f": {full}" if full is not None else ""))
 
     def _heed(self, header: Header, on_news: Callable[[ledger.JobVerdict], None] | None) -> None:
         """Pass a new verdict on. on_news: None if it is not new. Raises JobStopped if it ends the job, or has this node leave.

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import Worker
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from elastic_ext.base import waits
 from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.etcd import EtcdError
@@ -18,7 +21,7 @@ from elastic_ext.failures.joint_evidence import Hashed, Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
 from elastic_ext.rendezvous.header_record import with_save
-from elastic_ext.rendezvous.place import Place, Silence
+from elastic_ext.rendezvous.place import TAKE_S, Place
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.tasks import RETRY_S
 
@@ -69,6 +72,8 @@ class EtcdRound:
         self.server: TCPStore | None = None  # the round's store, on the node of rank 0
         self._place, self._participant = place, place.participant
         self._workers = workers
+        self._stalled = self._quiet = False  # what this node claims of its workers
+        self._unheard = waits.Lasting(TAKE_S)  # of such claims
 
     def workers(self) -> list[Worker]:
         header, assignment = self.header, self._assigned
@@ -89,6 +94,11 @@ class EtcdRound:
     # While it runs.
 
     def over(self) -> RoundEnd | None:
+        now = time.monotonic()
+        if self._unheard.is_over((self._stalled or self._quiet) and self._place.unheard(now), now):
+            return RoundEnd(
+                EndKind.CUT_OFF, f"the workers of this node hang, and the others do not hear: {self._place.why_unheard}"
+            )
         if self._place.fence.closed:
             return RoundEnd(
                 EndKind.CUT_OFF,
@@ -109,9 +119,11 @@ class EtcdRound:
         self._participant.end_round(self.round, State.BROKEN, reason, EndKind.FAILED if failed else None)
 
     def report_stall(self, stalled: bool) -> None:
+        self._stalled = stalled
         self._participant.update(lambda node: dataclasses.replace(node, stalled=self.round if stalled else 0))
 
     def report_quiet(self, reach: Reach | None) -> None:
+        self._quiet = reach is not None
         addresses = reach.addresses if reach is not None else ()
         silent = tuple(each.address for each in reach.silent) if reach is not None else ()
         quiet = self.round if reach is not None else 0
@@ -164,8 +176,9 @@ class EtcdRound:
     def _await_verdict(self) -> JobVerdict | None:
         """Return the job's verdict on this round; None if there is none and none will come in time."""
         now = time.monotonic()
-        deadline, warn_at = now + self._place.patience.timeout_s, now + WARN_AFTER_S
-        silence = Silence(self._place.patience.silent_s)
+        deadline = now + self._place.patience.timeout_s
+        wait = waits.Waiting(f"the verdict of the job on the failure in round {self.round}", now, WARN_AFTER_S)
+        silence, unheard = waits.Lasting(self._place.patience.silent_s), waits.Lasting(TAKE_S)
         with self._place.changed:
             while True:
                 header = self._participant.header
@@ -173,22 +186,27 @@ class EtcdRound:
                     return decode_verdict(header.verdict)
                 over = header.round != self.round or header.ended
                 now = time.monotonic()
-                lost = silence.is_over(self._place.alive_until(), now)
+                lost = silence.is_over(self._place.silent(now), now)
                 if over or lost or self._participant.failure is not None or now >= deadline:
                     return None
-                if now >= warn_at:
-                    logger.warning("the workers of round %s have failed; still waiting for the verdict of the job", self.round)
-                    warn_at = deadline
-                self._place.changed.wait(min(deadline, warn_at) - now)
+                if unheard.is_over(self._place.unheard(now), now):
+                    raise RendezvousConnectionError(self._place.why_unheard)
+                wait.say(now, deadline, "this node judges for itself")
+                self._place.changed.wait(wait.pause_s(now, deadline))
 
     def await_all_done(self) -> bool:
         """There is no time limit, unlike in torch's barrier: a node that left the round before its end would break it."""
         self.done()
+        wait, unheard = waits.Waiting("the other nodes to finish", time.monotonic()), waits.Lasting(TAKE_S)
         with self._place.changed:
             while self._participant.header.state is not State.DONE:
                 self._place.raise_failure()  # a node that can neither write nor read any more would wait forever
                 if self.over() is not None:
                     return False
+                now = time.monotonic()
+                if unheard.is_over(self._place.unheard(now), now):
+                    raise RendezvousConnectionError(self._place.why_unheard)
+                wait.say(now, math.inf, "their workers still run")
                 self._place.changed.wait()
         return True
 
@@ -208,6 +226,7 @@ class EtcdExchange:
         """over: why the round is over; None: it runs."""
         self._participant, self._changed = place.participant, place.changed
         self._header, self._assignment, self._over = header, assignment, over
+        self._publish_s = place.patience.timeout_s
 
     def offer(self, text: str) -> None:
         if self._header.local:
@@ -239,21 +258,28 @@ class EtcdExchange:
 
     def publish(self, text: str) -> None:
         self._participant.change_header(self._header.round, lambda header: dataclasses.replace(header, resume=text))
-        self._await(lambda header: header.resume == text, float("inf"))
+        self._await(lambda header: header.resume == text, self._publish_s, "the job's store to take the choice of a checkpoint")
 
     def choice(self, timeout_s: float) -> str:
-        return self._await(lambda header: header.resume != "", time.monotonic() + timeout_s).resume
+        return self._await(
+            lambda header: header.resume != "", timeout_s, "the choice of a checkpoint by the node of rank 0"
+        ).resume
 
-    def _await(self, there: Callable[[Header], bool], deadline: float) -> Header:
+    def _await(self, there: Callable[[Header], bool], timeout_s: float, what: str) -> Header:
+        began = time.monotonic()
+        deadline, wait = began + timeout_s, waits.Waiting(what, began)
         with self._changed:
             while True:
                 header = self._participant.header
                 if self._assignment.of(header) and header.state is State.RUNNING and there(header):
                     return header
                 self._check_round()
-                if (left_s := deadline - time.monotonic()) <= 0:
-                    raise RoundOver("rank 0 did not choose a checkpoint in time")
-                self._changed.wait(left_s)
+                if (now := time.monotonic()) >= deadline:
+                    raise RendezvousTimeoutError(
+                        f"no answer in {timeout_s:g} s: waited for {what}; check that host and the network"
+                    )
+                wait.say(now, deadline, "this node leaves")
+                self._changed.wait(wait.pause_s(now, deadline))
 
     def _wake(self, events: threading.Event) -> None:
         with self._changed:

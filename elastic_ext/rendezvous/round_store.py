@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
@@ -87,6 +88,8 @@ TRIES = 3  # of consecutive rounds
 MAX_SILENT = 32
 ROUNDS_SILENT = 5  # for how many rounds a host counts as one whose store does not answer: the network may have been mended
 CONNECT, STORE = timedelta(seconds=10), timedelta(seconds=300)  # to connect; for later calls, torch's default
+# For that and the first answer, for which torch has no limit: what is between the hosts may accept, and say nothing.
+GREET_S = threads.LONGEST_CALL_S
 
 
 class StoreConnector:
@@ -115,12 +118,13 @@ class StoreConnector:
         """
         answer: Future[TCPStore] = Future()
         threads.StoreCall(target=self._try, args=(header, answer), name="elastic_ext-connect", daemon=True).start()
+        deadline = time.monotonic() + GREET_S
         with self._changed:
-            while not answer.done():
+            while not answer.done() and (left_s := deadline - time.monotonic()) > 0:
                 if over() is not None:
                     return None
-                self._changed.wait()
-        error = answer.exception()
+                self._changed.wait(left_s)
+        error = answer.exception() if answer.done() else TimeoutError(f"it says nothing for {GREET_S:g} s")
         self._silent.pop(header.address, None)
         if error is None:
             self._unreached = []
@@ -148,9 +152,9 @@ class StoreConnector:
 def unreachable(host: str, stores: Sequence[str]) -> str:
     """Return the message of a host that cannot reach the stores of some rounds, at these addresses and ports."""
     return (
-        f"{host} cannot reach {', '.join(stores)}, the stores of {len(stores)} rounds in a row, though it learns of the rounds from "
-        "the job's store: a firewall, or a route, lets no other port through; open all TCP ports between the hosts of the job, as "
-        "each round's store, the agents and the workers listen on ports that vary"
+        f"{host} cannot reach {', '.join(stores)}, the stores of {len(stores)} rounds in a row, though it learns of the rounds "
+        "from the job's store: a firewall, or a route, lets no other port through; open all TCP ports between the hosts of the "
+        "job, as each round's store, the agents and the workers listen on ports that vary"
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from elastic_ext.base import helper_process
-from elastic_ext.base.helper_process import Agents, listen_on_path
+from elastic_ext.base.helper_process import Agents, Helper, HelperConnection, HelperFailed, listen_on_path
 
 
 class Full(socket.socket):
@@ -32,3 +33,13 @@ def test_without_descriptors_the_listener_rests(tmp_path: Path, monkeypatch: pyt
         later = helper_process.time.monotonic() + helper_process.ACCEPT_AGAIN_S
         monkeypatch.setattr(helper_process.time, "monotonic", lambda: later)
         assert agents.descriptors == [listener.fileno()]
+
+
+@pytest.mark.seam
+def test_a_helper_that_never_listens_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose disk hangs; it is ended."""
+    never = [sys.executable, "-c", "import signal; signal.pause()"]
+    monkeypatch.setattr(helper_process.isolated, "command", lambda module: never)
+    monkeypatch.setattr(helper_process, "START_S", 0.1)
+    with pytest.raises(HelperFailed, match=r"the helper cannot be started: it has said nothing for 0\.1 s"):
+        HelperConnection(Helper("the helper", "", str(tmp_path / "socket")), lambda message: None)

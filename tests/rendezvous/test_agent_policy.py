@@ -10,13 +10,14 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.settings import Settings
+from elastic_ext.base.waits import Lasting
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
 from elastic_ext.failures.policy import Decision
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
-from elastic_ext.rendezvous.place import Silence, limits_of, rejoin_s, silent_s
+from elastic_ext.rendezvous.place import limits_of, rejoin_s, silent_s
 from elastic_ext.rendezvous.round_records import State
 from elastic_ext.rendezvous.rounds import Limits
 
@@ -145,8 +146,8 @@ def test_how_long_a_lost_store_is_waited_for(
     ],
 )
 def test_only_silence_that_was_seen_counts(looks: list[tuple[float | None, float]], over: bool) -> None:
-    silence = Silence(5.0)
-    assert [silence.is_over(alive_until, now) for alive_until, now in looks][-1] is over
+    silence = Lasting(5.0)
+    assert [silence.is_over(alive_until is not None and alive_until <= now, now) for alive_until, now in looks][-1] is over
 
 
 @pytest.mark.parametrize(("conf", "last_call_s"), [({}, 15.0), ({"join_timeout": "600"}, 15.0), ({"join_timeout": "4"}, 2.0)])

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from elastic_ext.rendezvous import round_store
+from elastic_ext.rendezvous.place import InterruptibleCondition
+from elastic_ext.rendezvous.round_records import Header
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Job
 from tests.lossy_network import DEVICE, LossyNetwork, required
 
 PORT = 29400
 HOSTS = ("a", "b")
+LIMIT_S = 400.0
 
 
 class Pair:
@@ -60,3 +65,30 @@ def test_one_open_port_ends_all_with_75(pair: Pair) -> None:
         other = pair.network.addresses["b" if said[1] == "a" else "a"]
         assert {each.rpartition(":")[0] for each in said[3].split(", ")} == {other}
         assert "open all TCP ports between the hosts of the job" in line
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("largest", [900, 1400])
+def test_lost_large_messages_end_all_with_75(pair: Pair, tmp_path: Path, largest: int) -> None:
+    """900: not even a claim of a hang gets through. 1,400: that does, but no report with its stacks."""
+    jobs = pair.start("growing_job.py", "backoff=0,join_timeout=60,lease_ttl=10", LARGE=str(tmp_path / "large"))
+    for job in jobs:
+        job.wait_for("trains: 0")
+    pair.network.swallow_above(largest)
+    (tmp_path / "large").touch()
+    ended = [job.finish(LIMIT_S) for job in jobs]
+    assert [done.returncode for done in ended] == [75, 75], "\n---\n".join(done.err for done in ended)
+    assert "check the MTU between the two hosts" in ended[1].err
+
+
+@pytest.mark.full
+def test_a_store_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a proxy that takes every connection. The round runs on: nothing else would end the wait."""
+    monkeypatch.setattr(round_store, "GREET_S", 0.1)
+    broken = list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        header = Header(1, address="127.0.0.1", port=silent.getsockname()[1], nodes=2)
+        connector = round_store.StoreConnector(InterruptibleCondition(), "here")
+        assert connector.connect(header, lambda: None, broken.append) is None
+    assert broken == ["the store of rank 0 does not answer"]

@@ -1,13 +1,22 @@
 """How a round has ended, by the newest header that a node of it knows."""
 
 import dataclasses
+import math
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from elastic_ext.failures.classify import classify
+from elastic_ext.failures.evidence import Evidence
+from elastic_ext.failures.ledger import Report
+from elastic_ext.rendezvous import place as place_module
+from elastic_ext.rendezvous import round_part
 from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.rendezvous.handler import EtcdRendezvous
+from elastic_ext.rendezvous.place import Patience
 from elastic_ext.rendezvous.round_part import EtcdRound, round_end
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import STALLED
@@ -63,11 +72,80 @@ def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
     assert bool(ended) == closes
 
 
+def heard_node(header: Header, unwritten: bool = False, alive_s: float = 99.0, full: str | None = None) -> SimpleNamespace:
+    """A node of round 1. unwritten: the store has not taken its record. alive_s: of its lease."""
+    return SimpleNamespace(
+        header=header,
+        failure=None,
+        joined=None,
+        update=lambda change: None,
+        change_header=lambda *args: None,
+        registration=SimpleNamespace(unwritten=unwritten, lease=(7, time.monotonic() + alive_s), deleted_at=-math.inf),
+        tasks=SimpleNamespace(etcd_full=full),
+        client=SimpleNamespace(endpoints=("10.0.0.1:2379",)),
+        context=SimpleNamespace(config=SimpleNamespace(node_id="n")),
+    )
+
+
+RUNS, BROKE = Header(1, State.RUNNING, 2, 2, seal="s"), Header(1, State.BROKEN, 2, 2, seal="s")
+
+
+def part_of(monkeypatch: pytest.MonkeyPatch, header: Header, patience_s: float = 0.0, **node) -> EtcdRound:
+    """The part of a node to which any time without a word of the store is too long."""
+    for module in (place_module, round_part):
+        monkeypatch.setattr(module, "TAKE_S", 0.0)
+    place = dataclasses.replace(place_of(heard_node(header, **node)), patience=Patience(patience_s, 1, 1))
+    return EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1)
+
+
+@pytest.mark.parametrize(
+    ("node", "unheard"),
+    [
+        ({}, False),
+        ({"unwritten": True}, True),
+        ({"unwritten": True, "alive_s": -1.0}, False),  # the store is down: what comes of it is not for this node to say
+        ({"unwritten": True, "full": "NOSPACE"}, False),  # it answers: somebody will make room
+    ],
+)
+def test_a_store_that_takes_no_record(node, unheard):
+    assert place_of(heard_node(RUNS, **node)).unheard(time.monotonic()) is unheard
+
+
+def test_an_unheard_node_leaves_when_it_waits(monkeypatch):
+    """Its report, or that its workers have finished, is too large for the network."""
+    failed, finished = (part_of(monkeypatch, header, 99.0, unwritten=True) for header in (BROKE, RUNS))
+    with pytest.raises(RendezvousConnectionError, match=r"10\.0\.0\.1:2379 .* from 127\.0\.0\.1 .* check the MTU"):
+        failed.conclude(Report("h", classify(Evidence(rank=0, exit_code=1))))
+    with pytest.raises(RendezvousConnectionError, match="check the MTU"):
+        finished.await_all_done()
+    with pytest.raises(RendezvousConnectionError, match="check the MTU"):
+        failed._place.await_round(1, lambda verdict: None)
+
+
+@pytest.mark.parametrize(("claims", "kind"), [(False, None), (True, EndKind.CUT_OFF)])
+def test_an_unheard_claim_of_a_hang_ends_the_round(monkeypatch, claims, kind):
+    """Nobody else can end it. Without a claim the workers train, whatever the store does."""
+    part = part_of(monkeypatch, RUNS, unwritten=True)
+    part.report_stall(claims)
+    ended = part.over()
+    assert (ended.kind if ended is not None else None) is kind
+
+
+def test_no_choice_of_a_checkpoint_has_an_end(monkeypatch):
+    """For the node of rank 0, whose choice the store does not take, and for the others."""
+    exchange = part_of(monkeypatch, RUNS).exchange
+    with pytest.raises(RendezvousTimeoutError, match="waited for the choice of a checkpoint by the node of rank 0"):
+        exchange.choice(0.0)
+    with pytest.raises(RendezvousTimeoutError, match="waited for the job's store to take the choice of a checkpoint"):
+        exchange.publish("it")
+
+
 def test_nodes_await_later_finishers_without_limit(monkeypatch):
     """Whatever torch's exit barrier is told, a node that left before the others would be a lost one."""
     monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "0")
     header = Header(1, State.RUNNING, 2, 2, seal="s")
-    participant = SimpleNamespace(header=header, failure=None, update=lambda change: None)
+    registration, tasks = SimpleNamespace(unwritten=False, lease=(7, math.inf)), SimpleNamespace(etcd_full=None)
+    participant = SimpleNamespace(header=header, failure=None, update=lambda change: None, registration=registration, tasks=tasks)
     limits = []
 
     class Looked(threading.Condition):

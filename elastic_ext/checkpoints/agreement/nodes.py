@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import TypeVar
 
+from elastic_ext.base import waits
 from elastic_ext.base.contracts import Exchange, resume_variables
 from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, StorageAway, UsageError
 from elastic_ext.base.printable import printable, redacted
@@ -148,7 +149,15 @@ def once_there(act: Callable[[], T]) -> T:
     found = look()
     if isinstance(found, OSError):
         logger.warning("the storage of the checkpoints does not answer: %s; waiting for it, %g s at most", found, AWAY_S)
-        found = poll(look, lambda seen: not isinstance(seen, OSError), time.monotonic() + AWAY_S)
+        began = time.monotonic()
+        wait = waits.Waiting("the storage of the checkpoints", began)
+
+        def answers(seen: T | OSError) -> bool:
+            if away := isinstance(seen, OSError):
+                wait.say(time.monotonic(), began + AWAY_S, "this node leaves")
+            return not away
+
+        found = poll(look, answers, began + AWAY_S)
     if isinstance(found, OSError):
         raise StorageAway(f"the storage of the checkpoints has not answered for {AWAY_S:g} s: {printable(str(found))}") from found
     return found

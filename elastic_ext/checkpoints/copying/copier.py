@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
-from elastic_ext.base import contracts, errors, isolated, log_records, records, wakeup
+from elastic_ext.base import contracts, errors, isolated, log_records, records, waits, wakeup
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying import replicate
 from elastic_ext.checkpoints.copying.replicate import FINISH, LOOK, TOKEN_ENV, UNFINISHED, CopyState, Pulse, decode, made_progress
@@ -175,7 +175,7 @@ class RestartedChild:
             self._thread.join(END_S)
 
     def _wait_for_end(self, deadline: float) -> None:
-        replaced = False
+        replaced, wait = False, waits.Waiting(f"the copies to {self._target}", time.monotonic())
         with self._changed:
             while not self._ended:
                 now = time.monotonic()
@@ -190,7 +190,8 @@ class RestartedChild:
                     if self._child is not None:
                         self._child.process.kill()
                     continue
-                self._changed.wait(min(stuck_at, deadline, now + threading.TIMEOUT_MAX) - now)
+                wait.say(now, min(stuck_at, deadline), "they are given up unless they go on")
+                self._changed.wait(wait.pause_s(now, min(stuck_at, deadline)))
 
     def _run(self) -> None:
         try:

@@ -373,7 +373,7 @@ class RecordRepair:
 START_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
 POLL_S = 1.0  # how often a waiting main thread looks for a signal that was lost
-TAKE_S = 60.0  # for the store to take this node's record, a dozen tries, while it renews the lease; one that is down does not
+TAKE_S = 60.0  # for the store to take this node's record: a dozen tries
 
 
 @dataclass(frozen=True)
@@ -492,13 +492,18 @@ class Place:
         return self.participant.registration.unwritten and full is None and alive_until is not None and alive_until > now
 
     @property
+    def take_s(self) -> float:
+        """After how long that is no outage: in one, the lease would have expired."""
+        return max(TAKE_S, self.settings.lease_ttl)
+
+    @property
     def why_unheard(self) -> str:
         """What the node says when it leaves because that has lasted."""
         store = ", ".join(map(str, self.participant.client.endpoints))
         return (
-            f"the job's store at {store} renews this node's lease, but has taken no record from {self.address} for {TAKE_S:g} s: "
-            "small messages pass and large ones do not, or the store cannot write to its disk; check the MTU between the two "
-            "hosts, and the store; this node leaves"
+            f"the job's store at {store} renews this node's lease, but has taken no record from {self.address} for "
+            f"{self.take_s:g} s: small messages pass and large ones do not, or the store cannot write to its disk; check the MTU "
+            "between the two hosts, and the store; this node leaves"
         )
 
     def revocation(self) -> contracts.LeaseRevocation | None:
@@ -537,7 +542,7 @@ class Place:
         participant, now = self.participant, time.monotonic()
         deadline, notified, said = now + self.patience.timeout_s, "", ""
         wait = waits.Waiting(f"a round after round {after}", now)
-        silence, unheard = waits.Lasting(self.patience.silent_s), waits.Lasting(TAKE_S)
+        silence, unheard = waits.Lasting(self.patience.silent_s), waits.Lasting(self.take_s)
         with self.changed:
             while True:
                 header = participant.header

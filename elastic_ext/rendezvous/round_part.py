@@ -21,7 +21,7 @@ from elastic_ext.failures.joint_evidence import Hashed, Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
 from elastic_ext.rendezvous.header_record import with_save
-from elastic_ext.rendezvous.place import TAKE_S, Place
+from elastic_ext.rendezvous.place import Place
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.tasks import RETRY_S
 
@@ -73,7 +73,7 @@ class EtcdRound:
         self._place, self._participant = place, place.participant
         self._workers = workers
         self._stalled = self._quiet = False  # what this node claims of its workers
-        self._unheard = waits.Lasting(TAKE_S)  # of such claims
+        self._unheard = waits.Lasting(place.take_s)  # of such claims
 
     def workers(self) -> list[Worker]:
         header, assignment = self.header, self._assigned
@@ -178,7 +178,7 @@ class EtcdRound:
         now = time.monotonic()
         deadline = now + self._place.patience.timeout_s
         wait = waits.Waiting(f"the verdict of the job on the failure in round {self.round}", now, WARN_AFTER_S)
-        silence, unheard = waits.Lasting(self._place.patience.silent_s), waits.Lasting(TAKE_S)
+        silence, unheard = waits.Lasting(self._place.patience.silent_s), waits.Lasting(self._place.take_s)
         with self._place.changed:
             while True:
                 header = self._participant.header
@@ -197,7 +197,7 @@ class EtcdRound:
     def await_all_done(self) -> bool:
         """There is no time limit, unlike in torch's barrier: a node that left the round before its end would break it."""
         self.done()
-        wait, unheard = waits.Waiting("the other nodes to finish", time.monotonic()), waits.Lasting(TAKE_S)
+        wait, unheard = waits.Waiting("the other nodes to finish", time.monotonic()), waits.Lasting(self._place.take_s)
         with self._place.changed:
             while self._participant.header.state is not State.DONE:
                 self._place.raise_failure()  # a node that can neither write nor read any more would wait forever

@@ -9,14 +9,13 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.ledger import Report
-from elastic_ext.rendezvous import place as place_module
-from elastic_ext.rendezvous import round_part
 from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.rendezvous.handler import EtcdRendezvous
-from elastic_ext.rendezvous.place import Patience
+from elastic_ext.rendezvous.place import Patience, Place
 from elastic_ext.rendezvous.round_part import EtcdRound, round_end
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import STALLED
@@ -65,7 +64,8 @@ def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
     rendezvous, ended = object.__new__(EtcdRendezvous), []
     rendezvous._timed_out, rendezvous._workers, rendezvous.host, rendezvous.node_id = False, 1, "h", "n"
     participant = SimpleNamespace(header=Header(2, State.RUNNING), change_header=lambda *given, **_: ended.append(given))
-    rendezvous._place, rendezvous.part = SimpleNamespace(participant=participant), SimpleNamespace(continues=earlier)
+    place = SimpleNamespace(participant=participant, take_s=60.0)
+    rendezvous._place, rendezvous.part = place, SimpleNamespace(continues=earlier)
     rendezvous.part = rendezvous._part(Header(2, State.RUNNING), Assignment(2, 0, 0, 0, 1))
     rendezvous.part.continues = earlier if last is None else last
     rendezvous.set_closed()
@@ -92,8 +92,7 @@ RUNS, BROKE = Header(1, State.RUNNING, 2, 2, seal="s"), Header(1, State.BROKEN, 
 
 def part_of(monkeypatch: pytest.MonkeyPatch, header: Header, patience_s: float = 0.0, **node) -> EtcdRound:
     """The part of a node to which any time without a word of the store is too long."""
-    for module in (place_module, round_part):
-        monkeypatch.setattr(module, "TAKE_S", 0.0)
+    monkeypatch.setattr(Place, "take_s", 0.0)
     place = dataclasses.replace(place_of(heard_node(header, **node)), patience=Patience(patience_s, 1, 1))
     return EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1)
 
@@ -109,6 +108,11 @@ def part_of(monkeypatch: pytest.MonkeyPatch, header: Header, patience_s: float =
 )
 def test_a_store_that_takes_no_record(node, unheard):
     assert place_of(heard_node(RUNS, **node)).unheard(time.monotonic()) is unheard
+
+
+@pytest.mark.parametrize(("ttl_s", "take_s"), [(10, 60.0), (300, 300.0)])
+def test_an_outage_ends_the_lease_first(ttl_s, take_s):
+    assert dataclasses.replace(place_of(heard_node(RUNS)), settings=Settings(lease_ttl=ttl_s)).take_s == take_s
 
 
 def test_an_unheard_node_leaves_when_it_waits(monkeypatch):

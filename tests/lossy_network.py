@@ -138,6 +138,12 @@ class LossyNetwork:
         self._apart = [[self.namespaces[host] for host in pair] for pair in pairs]
         self._tell({})
 
+    def believe(self, mtu: int) -> None:
+        """Give all hosts this MTU, by default 1,500, whatever gets through."""
+        for name in self.namespaces.values():
+            done = _ip("-n", name, "link", "set", DEVICE, "mtu", str(mtu))
+            assert done.returncode == 0, done.stderr
+
     def swallow_above(self, largest: int) -> None:
         """Lose each larger packet without a word, as a network does whose hosts believe in a larger MTU than it has."""
         self._largest = largest

@@ -163,15 +163,32 @@ class EtcdRound:
         self._participant.update(lambda node: dataclasses.replace(node, done=self.round))
 
     def conclude(self, report: Report) -> JobVerdict:
-        """Return the one verdict of the whole job. If etcd is silent for as long as a rendezvous may take, judge alone."""
+        """Return the one verdict of the whole job. If etcd is silent for as long as a rendezvous may take, judge alone.
+
+        Raises RendezvousConnectionError, RendezvousTimeoutError: etcd answers, but does not hear this node, or has no verdict in
+        time; alone, a node would restart its workers again and again.
+        """
         self.report(encode_report(report), report.waits_for_others)
         verdict = self._await_verdict()
         if verdict is None:
             logger.warning("no verdict from the job on round %s; this node judges for itself", self.round)
             left_behind = self._participant.header.round > self.round
             verdict = self._place.policy.judge_alone(self._place.node_id, report, self.round, left_behind)
+            if self._answers() and not verdict.ends_job:
+                limit_s = self._place.patience.timeout_s
+                raise RendezvousTimeoutError(
+                    f"no verdict of the job on round {self.round} in {limit_s:g} s (join_timeout), though its store answers: "
+                    "another node has not reported, or large messages are lost; check the logs of the other nodes, and the MTU "
+                    "between the hosts; this node leaves"
+                )
         self.continues = not verdict.ends_job
         return verdict
+
+    def _answers(self) -> bool:
+        """Return whether the job waits for its verdict on this round, and the store answers this node."""
+        header = self._participant.header
+        runs = header.round == self.round and not header.ended and self._participant.failure is None
+        return runs and not self._place.silent(time.monotonic())
 
     def _await_verdict(self) -> JobVerdict | None:
         """Return the job's verdict on this round; None if there is none and none will come in time."""

@@ -15,6 +15,7 @@ from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.ledger import Report
 from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.rendezvous.handler import EtcdRendezvous
+from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.place import Patience, Place
 from elastic_ext.rendezvous.round_part import EtcdRound, round_end
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
@@ -93,7 +94,8 @@ RUNS, BROKE = Header(1, State.RUNNING, 2, 2, seal="s"), Header(1, State.BROKEN, 
 def part_of(monkeypatch: pytest.MonkeyPatch, header: Header, patience_s: float = 0.0, **node) -> EtcdRound:
     """The part of a node to which any time without a word of the store is too long."""
     monkeypatch.setattr(Place, "take_s", 0.0)
-    place = dataclasses.replace(place_of(heard_node(header, **node)), patience=Patience(patience_s, 1, 1))
+    policy = AgentPolicy(Settings(), 1, lambda: None)
+    place = dataclasses.replace(place_of(heard_node(header, **node)), patience=Patience(patience_s, 1, 1), policy=policy)
     return EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1)
 
 
@@ -126,8 +128,30 @@ def test_an_unheard_node_leaves_when_it_waits(monkeypatch):
         failed._place.await_round(1, lambda verdict: None)
 
 
+FLAKY, BUG = Evidence(rank=0, exit_code=1), Evidence(rank=0, exit_code=65)
+
+
+@pytest.mark.parametrize(
+    ("evidence", "alive_s", "leaves"),
+    [
+        (FLAKY, 99.0, True),  # the next round would end the same way, without a history that ends it
+        (FLAKY, -1.0, False),  # the store is down: this node waits for a round, but forms none
+        (BUG, 99.0, False),  # what is certain ends the job
+    ],
+)
+def test_no_node_restarts_again_and_again_alone(monkeypatch, evidence, alive_s, leaves):
+    part = part_of(monkeypatch, BROKE, alive_s=alive_s)
+    part._place.policy.max_restarts = 3
+    report = Report("h", classify(evidence))
+    if leaves:
+        with pytest.raises(RendezvousTimeoutError, match=r"no verdict of the job on round 1 in 0 s \(join_timeout\)"):
+            part.conclude(report)
+    else:
+        assert part.conclude(report).ends_job is (evidence is BUG)
+
+
 @pytest.mark.parametrize(("claims", "kind"), [(False, None), (True, EndKind.CUT_OFF)])
-def test_an_unheard_claim_of_a_hang_ends_the_round(monkeypatch, claims, kind):
+def test_an_unheard_hang_ends_the_round(monkeypatch, claims, kind):
     """Nobody else can end it. Without a claim the workers train, whatever the store does."""
     part = part_of(monkeypatch, RUNS, unwritten=True)
     part.report_stall(claims)

@@ -21,7 +21,7 @@ from torch.distributed.elastic import rendezvous
 from elastic_ext.base import contracts, diagnosis, errors, name_lookup, printable, waits
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, QuotaExceeded, unchanged, values
+from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, unchanged, values
 from elastic_ext.failures import ledger, slurm
 from elastic_ext.rendezvous import drains, header_record, job_status, judging, leader, round_store, rounds
 from elastic_ext.rendezvous.address import check_own, checked_address, host_of, is_loopback, network, own_address, own_name
@@ -555,7 +555,7 @@ class Place:
                     return joined
                 if (drain := drains.of_node(header, self.node_id)) is not None and drain.released:
                     raise errors.NodeDrained(drain.reason, drain.refused_s, drain.step if drain.step >= 0 else None)
-                self.raise_failure(started=after > 0)
+                self.raise_failure()
                 if header.ended:
                     over = JobDone if header.state is State.DONE else rendezvous.RendezvousClosedError
                     raise over(f"the job {participant.context.config.run_id} is over: {printable.shown(header.reason)}")
@@ -605,13 +605,11 @@ class Place:
         alive_until = self.alive_until()
         return header.state is State.RUNNING and header.round > after and (alive_until or 0.0) > time.monotonic()
 
-    def raise_failure(self, started: bool = True) -> None:
-        """Raise the reason why this node can no longer take part in the job, if any. started: it has been in a round."""
+    def raise_failure(self) -> None:
+        """Raise the reason why this node can no longer take part in the job, if any."""
         failure = self.participant.failure
         if failure is None:
             return
-        if isinstance(failure, QuotaExceeded) and not started:  # nothing has started yet: an operator must act first
-            raise errors.UsageError(str(failure))
         if isinstance(failure, HostRefused):
             raise errors.NodeRefused(str(failure))
         raise rendezvous.RendezvousConnectionError(str(failure)) if isinstance(failure, EtcdError) else failure

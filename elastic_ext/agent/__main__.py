@@ -13,6 +13,9 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
 if __name__ == "__main__":
     import os as _os
 
+    from elastic_ext.workers import limits
+
+    limits.mend_start()
     if any("job:" in each for each in (*sys.argv, _os.environ.get("PET_RDZV_ENDPOINT", ""))):
         from elastic_ext.own_etcd import launch
 
@@ -33,7 +36,6 @@ from elastic_ext.agent import exits, plugin
 from elastic_ext.base import errors, log_records
 from elastic_ext.base.errors import EX_FAILED
 from elastic_ext.failures.policy import NO_LIMIT
-from elastic_ext.workers import limits
 
 BACKEND = "ext_c10d"
 LOCAL_ENDPOINT = "localhost:0"
@@ -111,7 +113,6 @@ def _run(args: Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job and return the exit code of the command: 78 for wrong usage, else see `failures.policy` and `agent.exits`."""
-    limits.open_standard()
     _configure_logging()
     with errors.usage_errors_exit():
         _refuse_completion(sys.argv[1:] if argv is None else argv)

@@ -140,7 +140,7 @@ def _create(
     begin: Callable[[Settings], None] = lambda settings: None,
 ) -> RendezvousHandler:
     """begin: starts what takes its time while the rest is imported."""
-    limits.open_standard()
+    limits.mend_start()
     log_records.install()
     with errors.usage_errors_exit():
         check_host()

@@ -1,14 +1,17 @@
-"""What this process may use: standard descriptors, open files, memory. The agent raises its limit on open files as far as it may.
+"""What this process may use: standard descriptors, the ends of its children, open files, memory.
 
-Its workers keep the limit that the user has set: rank 0's agent holds a connection for each client of the round's store, but a
-very high limit could harm a worker. select(2) takes no descriptor above 1,023, and some programs loop over all possible ones.
+The agent raises its limit on open files as far as it may. Its workers keep the limit that the user has set: rank 0's agent holds
+a connection for each client of the round's store, but a very high limit could harm a worker. select(2) takes no descriptor above
+1,023, and some programs loop over all possible ones.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import resource
+import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,11 +28,18 @@ _user_limit: tuple[int, int] | None = None  # the limit before the first agent r
 _UNLIMITED = 1 << 60  # "no limit" in cgroup v1 is a number near 2**63
 
 
-def open_standard() -> None:
-    """Open /dev/null where stdin, stdout or stderr is closed, as under some init systems and `2>&-`.
+def mend_start() -> None:
+    """Mend what a launcher may hand down: closed standard descriptors, and an ignored SIGCHLD. Any thread may call this.
 
-    Else the next file or socket would get that number, and what is written to stderr would go there.
+    Open /dev/null where stdin, stdout or stderr is closed, as under some init systems and `2>&-`. Else the next file or socket
+    would get that number, and what is written to stderr would go there.
+    Under Ray, SIGCHLD is ignored. Then the kernel drops the exit code of each child, here and in whatever this process starts.
     """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        try:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        except ValueError:  # not the main thread, where Python refuses it
+            ctypes.CDLL(None).signal(int(signal.SIGCHLD), None)
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

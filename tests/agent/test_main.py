@@ -5,7 +5,9 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import urllib.request
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.run import get_args_parser
 
 from elastic_ext.agent import __main__, plugin
 from elastic_ext.base.errors import UsageError
-from tests.jobs import AGENT, EXT, SCRIPTS, Gate, Job, environment, run
+from tests.jobs import AGENT, EXT, ROOT, SCRIPTS, Gate, Job, command_of, descendants, environment, run
 from tests.reference import DOCS
 from tests.until import LIMIT_S, until
 
@@ -217,3 +219,41 @@ def test_a_job_whose_standard_descriptors_are_closed_restarts(tmp_path, command)
     done = subprocess.run(["sh", "-c", closed], cwd=tmp_path, env=environ, timeout=LIMIT_S, check=False)
     assert done.returncode == 0
     assert '"restart"' in events.read_text()
+
+
+CHLD_IGNORED = ["env", "--ignore-signal=CHLD"]  # as Ray starts its children
+
+
+def ignores_children(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return bool(int(status.partition("SigIgn:")[2].split()[0], 16) >> (signal.SIGCHLD - 1) & 1)
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("command", [EXT, AGENT], ids=["torchrun", "agent"])
+def test_exit_codes_count_where_sigchld_was_ignored(tmp_path, command):
+    gate = Gate(tmp_path / "gate")
+    command = [*CHLD_IGNORED, *command, "--max-restarts=1", str(SCRIPTS / "elastic_job.py"), "exit3:0"]
+    with Job(command, tmp_path, NODE="a", GATE=str(gate.path), ELASTIC_EXT_STANDBY="on") as job:
+        job.wait_for('"attempt": 1')
+        started = descendants(job.process.pid)
+        assert len(started) > 2  # the agent, a worker, helpers
+        assert [command_of(pid) for pid in started if ignores_children(pid)] == []
+        gate.open()
+        done = job.finish()
+    assert done.returncode == 0, done.all
+    assert "restart: rank 0 ended with exit code 3" in done.err
+
+
+@pytest.mark.seam
+def test_an_ignored_sigchld_is_mended_on_threads():
+    program = (
+        "import subprocess, threading\n"
+        "from elastic_ext.workers import limits\n"
+        "mends = threading.Thread(target=limits.mend_start)\n"
+        "mends.start()\n"
+        "mends.join()\n"
+        "print(subprocess.run(['false']).returncode)\n"
+    )
+    command = [*CHLD_IGNORED, sys.executable, "-c", program]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout == "1\n"

@@ -64,12 +64,16 @@ class Certificates:
             ("client", "keyUsage=digitalSignature"),
         ):
             (folder / f"{name}.ext").write_text(extension)
-            made._openssl("req", *_NEW_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-            made._openssl(
-                *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial"),
-                *("-extfile", f"{name}.ext", "-out", f"{name}.crt"),
-            )
+            made.renew(name)
         return made
+
+    def renew(self, name: str, days: int = 30) -> None:
+        """Replace the key and the certificate of the server or the client. days: -1 for one that expired yesterday."""
+        self._openssl("req", *_NEW_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        self._openssl(
+            *("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", str(days)),
+            *("-extfile", f"{name}.ext", "-out", f"{name}.crt"),
+        )
 
     def _openssl(self, *args: str) -> None:
         subprocess.run(["openssl", *args], cwd=self.folder, check=True, capture_output=True)

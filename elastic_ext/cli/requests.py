@@ -244,6 +244,8 @@ def _await_drain(job: _Job, asked: DrainAsked, timeout_s: float, mine: bool) -> 
             while (left_s := deadline - time.monotonic()) > 0:
                 try:
                     item = watch.get(left_s)
+                except errors.TlsError:  # it would come at once each time
+                    raise
                 except errors.Unavailable:  # the job goes on meanwhile, and so does the drain
                     continue
                 if item is None:

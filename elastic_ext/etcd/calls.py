@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from elastic_ext.etcd import errors, messages, vendor
-from elastic_ext.etcd.endpoints import Connection, Endpoints, Stubs
-from elastic_ext.etcd.errors import ErrorKind, EtcdError, RpcFailure, TlsError, Unavailable
+from elastic_ext.etcd.endpoints import Connection, Endpoints, Stubs, Tls
+from elastic_ext.etcd.errors import ErrorKind, EtcdError, RpcFailure, Unavailable
 
 logger = logging.getLogger(__name__)
 
@@ -153,11 +153,20 @@ def translate_errors(connection: Connection, send: Callable[[], T]) -> T:
 
     try:
         return send()
+    except ValueError as error:
+        if not closed_channel(error):
+            raise
+        failure = RpcFailure(ErrorKind.NOT_TAKEN, connection.name, "the connection was closed")
     except (grpc.RpcError, vendor.etcd3().Etcd3Exception) as error:
         # etcd3 replaces some of gRPC's errors with its own, which have no text; gRPC's error is then the context.
         cause: Any = error if isinstance(error, grpc.RpcError) else error.__context__
         failure = errors.classify(cause.code().name, cause.details() or "", connection.name)
     raise CallFailed(failure)
+
+
+def closed_channel(error: ValueError) -> bool:
+    """Return whether this is gRPC's "Cannot invoke RPC on closed channel!"."""
+    return "closed" in str(error)
 
 
 def check_alive(connection: Connection, timeout_s: float, again: bool) -> None:
@@ -275,10 +284,6 @@ class Caller:
                 failed = error.failure
                 if not self.closed.is_set():  # else it was canceled
                     self.observer.called(time.monotonic() - run.began, failed.kind not in errors.TRANSIENT, connection.name)
-            except ValueError as error:
-                if not self.closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
-                    raise
-                raise errors.ClientClosed(f"{what}: the etcd client is closed") from error
             self._on_failure(failed, connection, run)
 
     def _attempt(self, connection: Connection, send: Callable[[Stubs], T], run: _Run, leader: bool) -> T:
@@ -311,6 +316,7 @@ class Caller:
             raise errors.ClientClosed(f"{run.what}: the etcd client was closed")
         if failure.silent and not run.sent:
             failure = run.failures.get(failure.endpoint, failure)  # no connection in time; an earlier attempt saw the reason
+        connection.renew()
         if run.only is None:
             self.endpoints.failed(connection, silent=failure.silent)
         else:
@@ -323,11 +329,14 @@ class Caller:
         maybe_applied = failure.kind is ErrorKind.UNSURE and run.sent and not run.repeatable
         addresses = 1 if run.only is not None else len(self.endpoints.endpoints)
         all_tls = len(run.failures) == addresses and all(seen.kind is ErrorKind.TLS for seen in run.failures.values())
-        if maybe_applied or all_tls or run.left() <= 0:
-            raise errors.unavailable(run.what, list(run.failures.values()), run.timeout_s, maybe_applied)
+        if maybe_applied or (all_tls and connection.renewed_at < run.began) or run.left() <= 0:
+            raise errors.unavailable(run.what, list(run.failures.values()), run.timeout_s, maybe_applied, self._tls_advice)
         if run.tried % run.connections == 0:
             pause = pause_s(run.tried // run.connections - 1) - (time.monotonic() - run.began)
             self.closed.wait(max(0.0, min(pause, run.left())))
+
+    def _tls_advice(self) -> str:
+        return (self.endpoints.tls or Tls()).advice(time.time())
 
 
 def left_s(end: float) -> float:
@@ -457,7 +466,7 @@ def _first_answer(
             return answer
         running -= 1
         failed[connection] = answer
-        if not isinstance(answer, (Unavailable, TlsError)):
+        if not isinstance(answer, Unavailable):
             raise answer
         if running == 0 and not waiting:
             answer = failed[first]  # which had all of the time

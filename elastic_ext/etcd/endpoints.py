@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import random
 import re
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from elastic_ext.base.tls import ends_at, fits
 from elastic_ext.etcd import vendor
 from elastic_ext.etcd.errors import ConfigError
 
@@ -48,6 +52,38 @@ class Tls:
     cert: str | None = None
     key: str | None = None
     server_name: str | None = None  # name in the server's certificate, if it is not the endpoint's host
+
+    def stamps(self) -> tuple[tuple[int, int, int], ...]:
+        """Return values of which one changes with each file. A file that is not there counts as none."""
+        found = []
+        for path in filter(None, (self.ca, self.cert, self.key)):
+            with suppress(OSError):
+                seen = os.stat(path)
+                found.append((seen.st_ino, seen.st_size, seen.st_mtime_ns))
+        return tuple(found)
+
+    def advice(self, now: float) -> str:
+        """Return what to do about a connection that was refused for a certificate. now: seconds since the epoch."""
+        try:
+            self.check()
+        except ConfigError as error:
+            return f"{error}; renew it"
+        until = ends_at(self.cert) if self.cert else None
+        if until is not None and until < now:
+            at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(until))
+            return f"the client certificate {self.cert} expired at {at}: renew it in place, the files are read again"
+        ca, cert = self.ca or "of the system", self.cert or "(none is given)"
+        return f"check the CA {ca}, the client certificate {cert} and http/https"
+
+    def check(self) -> None:
+        """Raise ConfigError if a file cannot be used."""
+        if (self.cert is None) != (self.key is None):
+            raise ConfigError("TLS client certificate: expected both the certificate and its key, got only one")
+        for path, mark in ((self.ca, b"CERTIFICATE-----"), (self.cert, b"CERTIFICATE-----"), (self.key, b"PRIVATE KEY-----")):
+            if path is not None:
+                _check_pem(path, mark)
+        if self.cert and self.key and not fits(self.cert, self.key):
+            raise ConfigError(f"TLS file {self.key} is not the key of {self.cert}: expected the two of one certificate")
 
 
 @dataclass(frozen=True)
@@ -107,9 +143,37 @@ class Connection:
         # When the server last answered, monotonic; minus infinity if it has not since its last failure.
         self.answered_at = -math.inf
         self.authenticating = threading.Lock()  # held by the thread that asks for a token here
-        self._client = vendor.etcd3().Etcd3Client(
-            host=endpoint.grpc_host, port=endpoint.port, **_security(endpoint, tls), grpc_options=_options(tls)
-        )
+        self._tls = tls
+        self.renewed_at = -math.inf  # monotonic, see `renew`: what was sent before may have met the certificates from before
+        self._renewing = threading.Lock()
+        self._closed = False
+        self._client, self._stamps = self._connect()
+
+    def _connect(self) -> tuple[Stubs, object]:
+        """Return a client that has read the TLS files, and their stamps from before."""
+        stamps = self._tls.stamps() if self._tls is not None else None
+        given = {**_security(self.endpoint, self._tls), "grpc_options": _options(self._tls)}
+        return vendor.etcd3().Etcd3Client(host=self.endpoint.grpc_host, port=self.endpoint.port, **given), stamps
+
+    def renew(self) -> None:
+        """Connect again if the TLS files have changed: gRPC reads them once. Any thread may call this.
+
+        Calls that are on the earlier channel fail. Files that cannot be used, such as half of what is renewed, wait.
+        """
+        with self._renewing:
+            if self._closed or self._tls is None or self._tls.stamps() == self._stamps:
+                return
+            before = self._client
+            try:
+                self._client, self._stamps = self._connect()  # the file system may hang: `close` does not wait for it
+            except (ConfigError, OSError) as error:
+                logger.debug("etcd at %s: its TLS files have changed, but cannot be used: %s", self.name, error)
+                return
+            self.renewed_at = time.monotonic()
+            before.close()  # or it would go on trying to connect, with what the server refuses
+            if self._closed:
+                self._client.close()
+        logger.info("etcd at %s: its TLS files have changed and were read again", self.name)
 
     @property
     def channel(self) -> Any:
@@ -127,6 +191,7 @@ class Connection:
         return client
 
     def close(self) -> None:
+        self._closed = True
         self._client.close()
 
 
@@ -137,14 +202,9 @@ def _security(endpoint: Endpoint, tls: Tls | None) -> dict[str, str | None]:
         )
     if tls is None and not endpoint.tls:
         return {}
-    tls = tls or Tls()
-    if (tls.cert is None) != (tls.key is None):
-        raise ConfigError("TLS client certificate: expected both the certificate and its key, got only one")
-    ca = tls.ca or _system_ca()
-    for path, mark in ((ca, b"CERTIFICATE-----"), (tls.cert, b"CERTIFICATE-----"), (tls.key, b"PRIVATE KEY-----")):
-        if path is not None:
-            _check_pem(path, mark)
-    return {"ca_cert": ca, "cert_cert": tls.cert, "cert_key": tls.key}
+    files = tls or Tls()
+    files.check()
+    return {"ca_cert": files.ca or _system_ca(), "cert_cert": files.cert, "cert_key": files.key}
 
 
 def _check_pem(path: str, mark: bytes) -> None:
@@ -184,7 +244,7 @@ class Endpoints:
 
     def __init__(self, endpoints: tuple[Endpoint, ...], tls: Tls | None, first: int | None = None) -> None:
         self.endpoints = endpoints
-        self._tls = tls
+        self.tls = tls
         self._connections = [Connection(endpoint, tls) for endpoint in _with_spares(endpoints)]
         self._retired: list[Connection] = []  # a call may still be on one: they are closed at the end
         self._lock = threading.Lock()
@@ -225,7 +285,7 @@ class Endpoints:
                 known = next((each for each in before if each.endpoint == endpoint), None)
                 if known is not None:
                     before.remove(known)
-                kept.append(known or Connection(endpoint, self._tls))
+                kept.append(known or Connection(endpoint, self.tls))
             self._retired += before
             self._connections, self.endpoints = kept, endpoints
             self._index = kept.index(current) if current in kept else random.randrange(len(kept))

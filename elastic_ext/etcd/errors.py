@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
@@ -33,8 +34,8 @@ class Unavailable(EtcdError):
         self.silent = silent  # there was no answer at all
 
 
-class TlsError(EtcdError):
-    """Every endpoint failed on a certificate: we refused the server's, or the server refused ours."""
+class TlsError(Unavailable):
+    """Every endpoint failed on a certificate: we refused the server's, or the server refused ours. It may be renewed on disk."""
 
 
 class AuthError(EtcdError):
@@ -157,15 +158,17 @@ def fatal_error(failure: RpcFailure, what: str, user: str | None) -> EtcdError:
     return EtcdError(f"{seen}; the request is invalid or exceeds the server's limits")
 
 
-def unavailable(what: str, failures: list[RpcFailure], timeout_s: float, maybe_applied: bool) -> EtcdError:
+def unavailable(
+    what: str, failures: list[RpcFailure], timeout_s: float, maybe_applied: bool, tls_advice: Callable[[], str]
+) -> EtcdError:
     """Return the error for a call that ran out of time, or whose certificates were refused everywhere.
 
-    failures: the last one of each endpoint. timeout_s: of the whole call.
+    failures: the last one of each endpoint. timeout_s: of the whole call. tls_advice: returns what to do about certificates.
     """
     seen = "; ".join(f"{failure.endpoint}: {failure.text}" for failure in failures) or "no attempt completed"
     silent = bool(failures) and all(failure.silent for failure in failures)
     if failures and all(failure.kind is ErrorKind.TLS for failure in failures):
-        return TlsError(f"{what}: no TLS connection to etcd ({seen}); check the CA, the client certificate and http/https")
+        return TlsError(f"{what}: no TLS connection to etcd ({seen}); {tls_advice()}")
     if maybe_applied:
         advice = "it may have been carried out: read the keys before you try again, or make the write conditional"
         return Unavailable(f"{what}: the request was sent, but etcd's answer did not arrive ({seen}); {advice}", True, silent)

@@ -173,7 +173,7 @@ class LeaseRenewer:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._wakes_at = math.inf
-        self._trouble: str | None = None
+        self._troubles: set[type[EtcdError]] = set()  # since a renewal last came through
 
     def add(self, session: LeaseSession) -> None:
         with self._changed:
@@ -239,7 +239,7 @@ class LeaseRenewer:
         except ClientClosed:
             return
         except EtcdError as error:
-            self._note(str(error))
+            self._note(error)
             self._retry(due, shortest, now)
             return
         self._note(None)
@@ -259,10 +259,12 @@ class LeaseRenewer:
         for session in sessions:
             session.retry_at(at)
 
-    def _note(self, trouble: str | None) -> None:
-        """Log one line when trouble begins, and one when it ends."""
-        if trouble is not None and self._trouble is None:
+    def _note(self, trouble: EtcdError | None) -> None:
+        """Log one line when trouble begins, or another kind of it, and one when all ends."""
+        if trouble is None:
+            if self._troubles:
+                logger.info("etcd leases are being renewed again")
+            self._troubles.clear()
+        elif type(trouble) not in self._troubles:
             logger.warning("etcd leases are not being renewed; trying again: %s", trouble)
-        elif trouble is None and self._trouble is not None:
-            logger.info("etcd leases are being renewed again")
-        self._trouble = trouble
+            self._troubles.add(type(trouble))

@@ -342,13 +342,14 @@ class WatchStream:
             return
         except _Broken as broken:
             failure = broken.failure
-        except ValueError:
-            if not self._caller.closed.is_set():  # gRPC's "Cannot invoke RPC on closed channel!"
+        except ValueError as error:
+            if not calls.closed_channel(error):
                 raise
             return
         if failure.kind is ErrorKind.TOKEN:
             self._stale = token
         elif failure.kind is not ErrorKind.AUTH:
+            connection.renew()
             self._caller.endpoints.failed(connection, silent=False)
         raise _Broken(failure)
 

@@ -52,16 +52,16 @@ def connect(endpoint: str, settings: Settings, wait_s: float = 0.0, own: bool = 
         tls = Tls(ca=settings.etcd_ca, cert=settings.etcd_cert, key=settings.etcd_key)
     try:
         client = EtcdClient(endpoint, tls=tls, user=settings.etcd_user, password=settings.etcd_password)
-        _await_answer(client, what, wait_s, (Unavailable, TlsError) if own else (Unavailable,))
+        _await_answer(client, what, wait_s, own)
     except NoAnswer:
         raise
     except EtcdError as error:
-        kind = Unreachable if isinstance(error, Unavailable) else errors.UsageError
+        kind = Unreachable if isinstance(error, Unavailable) and not isinstance(error, TlsError) else errors.UsageError
         raise kind(f"{what}: {error}") from error
     return client
 
 
-def _await_answer(client: EtcdClient, what: str, wait_s: float, passing: tuple[type[EtcdError], ...]) -> None:
+def _await_answer(client: EtcdClient, what: str, wait_s: float, own: bool) -> None:
     """Read once, so that a user without permission learns of it now."""
     began = time.monotonic()
     deadline, warned, wait = began + wait_s, False, waits.Waiting(what, began)
@@ -69,8 +69,8 @@ def _await_answer(client: EtcdClient, what: str, wait_s: float, passing: tuple[t
         try:
             client.get(ROOT)
             return
-        except passing as error:
-            if wait_s <= 0:
+        except Unavailable as error:
+            if wait_s <= 0 or (isinstance(error, TlsError) and not own):
                 raise
             if (now := time.monotonic()) >= deadline:
                 client.close()

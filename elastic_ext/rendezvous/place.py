@@ -488,7 +488,7 @@ class Place:
 
     def unheard(self, now: float) -> bool:
         """Return whether the store renews the lease, but has not taken this node's record as it should be."""
-        alive_until, full = self.alive_until(), self.participant.tasks.etcd_full
+        alive_until, full = self.alive_until(), self.participant.tasks.refusal
         return self.participant.registration.unwritten and full is None and alive_until is not None and alive_until > now
 
     @property
@@ -582,8 +582,8 @@ class Place:
             return
         if header.differs:
             raise NodesDiffer(f"no round was formed: {header.differs}; {TO_DO}")
-        full = self.participant.tasks.etcd_full
-        raise rendezvous.RendezvousTimeoutError(self.patience.over + (f": {full}" if full is not None else ""))
+        why = self.participant.tasks.refusal
+        raise rendezvous.RendezvousTimeoutError(self.patience.over + (f": {why}" if why is not None else ""))
 
     def _heed(self, header: Header, on_news: Callable[[ledger.JobVerdict], None] | None) -> None:
         """Pass a new verdict on. on_news: None if it is not new. Raises JobStopped if it ends the job, or has this node leave.

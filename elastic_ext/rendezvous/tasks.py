@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic_ext.base.errors import ElasticExtError, UsageError
 from elastic_ext.base.records import RecordError
-from elastic_ext.etcd import EtcdClient, EtcdError, LeaseLost, LeaseSession, QuotaExceeded, Unavailable
+from elastic_ext.etcd import EtcdClient, EtcdError, LeaseLost, LeaseSession, QuotaExceeded, TlsError, Unavailable
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import RecordReader
 from elastic_ext.rendezvous.rounds import Limits
@@ -110,7 +110,7 @@ class HostRefused(ElasticExtError):
 
 
 class TaskRunner:
-    """Runs one node's tasks. Any thread may read `failure` and `etcd_full`."""
+    """Runs one node's tasks. Any thread may read `failure` and `refusal`."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class TaskRunner:
             on_failure: called when `failure` is set.
         """
         self.failure: Exception | None = None  # why this node can no longer take part in the job; None while it can
-        # The error of an etcd that accepts no writes now and so holds up work of this node; None while it accepts them.
-        self.etcd_full: QuotaExceeded | None = None
+        # The error of an etcd that is full, or refuses a certificate, and so holds up work of this node; None while it does not.
+        self.refusal: QuotaExceeded | TlsError | None = None
         self._dispatcher = dispatcher
         self._node_id = node_id
         self._in_job = in_job
@@ -139,7 +139,7 @@ class TaskRunner:
         self.on_timer = on_timer
         self._on_failure = on_failure
         self._retried: set[Task] = set()  # tasks that wait for their retry
-        self._held_up: set[Task] = set()  # tasks whose last try a full etcd refused
+        self._held_up: set[Task] = set()  # tasks whose last try was refused so
 
     def now(self) -> float:
         """Return the monotonic time by which this node lives. Any thread may call this."""
@@ -173,14 +173,13 @@ class TaskRunner:
             logger.debug("rendezvous: %s", error)
             self.retry(task)
         except (EtcdError, RecordError, HostRefused, UsageError) as error:
-            if isinstance(error, Unavailable):
-                logger.debug("rendezvous: %s", error)
-                self.retry(task)
-            elif isinstance(error, QuotaExceeded) and self._in_job():
-                self._note_full(error, task)
-                self.retry(task)
-            else:
+            if not isinstance(error, (Unavailable, QuotaExceeded) if self._in_job() else Unavailable):
                 self._fail(error)
+                return
+            logger.debug("rendezvous: %s", error)
+            if isinstance(error, (QuotaExceeded, TlsError)):
+                self._note_refusal(error, task)
+            self.retry(task)
         except Exception as error:  # top of the rendezvous thread: the agent must learn of it
             logger.exception("the rendezvous of node %s failed", self._node_id)
             self._fail(error)
@@ -196,20 +195,20 @@ class TaskRunner:
         self._retried.discard(task)
         self.run(task)
 
-    def _note_full(self, error: QuotaExceeded, task: Task) -> None:
+    def _note_refusal(self, error: QuotaExceeded | TlsError, task: Task) -> None:
         """Log one line when the trouble begins; `_note_done` logs one when it ends."""
-        if self.etcd_full is None:
+        if self.refusal is None:
             logger.warning(
                 "%s; the running round continues, but no new round can form until the store accepts writes again", error
             )
-        self.etcd_full = error
+        self.refusal = error
         self._held_up.add(task)
 
     def _note_done(self, task: Task) -> None:
         self._held_up.discard(task)
-        if self.etcd_full is not None and not self._held_up:
+        if self.refusal is not None and not self._held_up:
             logger.info("the job's store accepts writes again")
-            self.etcd_full = None
+            self.refusal = None
 
     def _fail(self, error: Exception) -> None:
         self.failure = error

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
+import shutil
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ import pytest
 
 from elastic_ext.etcd import AuthError, Batch, ConfigError, LeaseSession, Tls, TlsError, Unavailable
 from elastic_ext.etcd.values import Reading
+from elastic_ext.own_etcd import certificates as certificates_of_job
 from tests.etcd.call_proxy import CallProxy
 from tests.etcd.conftest import SECRETS, TOKEN_TTL_S, take
 from tests.etcd.proxy import Proxy
@@ -84,6 +88,68 @@ def test_one_endpoint_of_another_ca_is_skipped(tmp_path: Path, tls_server: EtcdS
         endpoints = [stranger.endpoint, tls_server.endpoint]
         with EtcdClient(endpoints, tls=certificates.tls(client=True), first=0) as client:
             client.put("a", "1")
+
+
+def refusal(client: EtcdClient) -> TlsError:
+    """Of a certificate. Before that, a call may not have seen yet that etcd is back."""
+    while True:
+        try:
+            client.get("a")
+        except TlsError as error:
+            return error
+        except Unavailable:
+            continue
+
+
+@pytest.mark.seam
+def test_certificates_renewed_on_disk_are_read_again(tmp_path: Path):
+    """The CA changes, so that nothing that the client holds is of use; what is on disk has expired at first."""
+    own = Certificates.make(tmp_path / "own")
+    with (
+        EtcdServer(tmp_path / "etcd", certificates=own, client_certificates=True) as server,
+        EtcdClient(server.endpoint, tls=own.tls(client=True), timeout_s=5) as client,
+        client.watch("a", start_revision=1) as watch,
+    ):
+        session = LeaseSession(client, 60)
+        client.put("a", "1", lease_id=session.lease_id)
+        assert isinstance(watch.get(LIMIT_S), Batch)
+        Certificates.make(tmp_path / "own").renew("client", days=-1)
+        server.restart()
+        assert f"client certificate {own.path('client.crt')} expired at 20" in str(refusal(client))
+        own.renew("client")
+        assert client.get("a").kv is not None
+        client.put("a", "2", lease_id=session.lease_id)
+        batch = watch.get(LIMIT_S)
+        assert batch is not None
+        assert [event.kv.value for event in batch.events] == [b"2"]
+        assert not session.lost.is_set()
+
+
+@pytest.mark.seam
+def test_half_renewed_certificates_wait(tmp_path: Path):
+    own, others = (Certificates.make(tmp_path / name) for name in ("own", "others"))
+    with (
+        EtcdServer(tmp_path / "etcd", certificates=own, client_certificates=True) as server,
+        EtcdClient(server.endpoint, tls=own.tls(client=True)) as client,
+    ):
+        client.put("a", "1")
+        shutil.copy(others.path("client.key"), own.path("client.key"))
+        server.restart()
+        assert client.get("a").kv is not None
+        with pytest.raises(ConfigError, match=r"client\.key is not the key of .*client\.crt"):
+            EtcdClient(server.endpoint, tls=own.tls(client=True))
+
+
+def test_what_a_refused_certificate_needs(tmp_path: Path):
+    made = certificates_of_job.write(b"s" * 32, "job", ["localhost"], tmp_path)
+    tls, now = Tls(made.ca, made.cert, made.key), time.time()
+    assert tls.advice(now) == f"check the CA {made.ca}, the client certificate {made.cert} and http/https"
+    assert re.fullmatch(
+        rf"the client certificate {made.cert} expired at \S+ \S+ UTC: renew it in place, the files are read again",
+        tls.advice(now + 500 * 86400),
+    )
+    Path(made.key).unlink()
+    assert tls.advice(now) == f"TLS file {made.key} cannot be read: No such file or directory; renew it"
 
 
 @pytest.mark.parametrize(

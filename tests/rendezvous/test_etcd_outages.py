@@ -16,7 +16,7 @@ from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.rounds import Limits
 from tests.chaos.seeded.surroundings import clocks, unavailable
 from tests.etcd_client import EtcdClient
-from tests.etcd_server import EtcdCluster, EtcdServer
+from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
 from tests.jobs import Job, command_of, descendants, wait_gone
 from tests.programs import required
 from tests.rendezvous.random_jobs import Invariants
@@ -216,6 +216,27 @@ def test_with_certificates_on_both_sides(tmp_path, stack, certificates):
     variables = {f"ELASTIC_EXT_ETCD_{name}": certificates.path(file) for name, file in files.items()}
     nodes = Watched(tmp_path, stack, client, server.endpoint, **variables)
     nodes.form("ab", "2")
+    os.kill(nodes.pids(0)["b"], signal.SIGKILL)
+    nodes.wait_for(seen(2, 1))
+    nodes.end()
+
+
+def test_an_expired_certificate_is_an_outage(tmp_path, stack):
+    """Until it is renewed on disk: then the same nodes go on, and form rounds. The CA changes, so that they must read it."""
+    own = Certificates.make(tmp_path / "certificates")
+    server = stack.enter_context(EtcdServer(tmp_path / "etcd", certificates=own, client_certificates=True))
+    client = stack.enter_context(EtcdClient(server.endpoint, tls=own.tls(client=True)))
+    files = {"CA": "ca.crt", "CERT": "client.crt", "KEY": "client.key"}
+    variables = {f"ELASTIC_EXT_ETCD_{name}": own.path(file) for name, file in files.items()}
+    nodes = Watched(tmp_path, stack, client, server.endpoint, **variables)
+    nodes.form("ab", "2")
+    Certificates.make(tmp_path / "certificates").renew("client", days=-1)
+    server.restart()
+    nodes.wait_for("not being renewed.* expired at .*: renew it in place")
+    assert_one_line(nodes.start("late", server.endpoint, "2", **variables).finish(), 78, "expired at")
+    del nodes.jobs["late"]
+    own.renew("client")
+    assert nodes.attempts() == {0}
     os.kill(nodes.pids(0)["b"], signal.SIGKILL)
     nodes.wait_for(seen(2, 1))
     nodes.end()

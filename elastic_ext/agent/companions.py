@@ -257,7 +257,7 @@ class JobCompanions:
         tails = extras and settings.stderr_tail and isinstance(spec.entrypoint, str)  # a function has the agent's own stderr
         logs.stderr = stack.enter_context(closing(StderrTails(tails, launch.has_bootstrap(spec))))
         self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir))  # the copies of the workers' state in memory
-        self.host = HostProbe(settings, interface=own_interface(handler.address))
+        self.host = HostProbe(settings, interface=own_interface(handler.address), logs_dir=os.path.abspath(logs.root_log_dir))
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
         self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, extras)

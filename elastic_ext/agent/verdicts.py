@@ -167,6 +167,7 @@ def _of_host(ended: EndedRound, local_rank: int) -> Evidence:
         platform=host.platform,
         links=host.links.names,
         link_away=host.links.away,
+        full=host.full,
         node=ended.node,
         warm=warm,
     )

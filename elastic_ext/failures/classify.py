@@ -36,6 +36,7 @@ from elastic_ext.failures.rules import (
     ACCESS,
     BUG_MAYBE,
     COUNTS_AS,
+    DISK_FULL,
     EXIT_STATUS,
     GPU_DEAD,
     HARDWARE_EVIDENCE,
@@ -84,6 +85,7 @@ _ORDER = tuple(Weight)
 _RAISED = frozenset({1, EX_TRY_AGAIN, "SIGABRT"})
 _TIERS = (STOP_REQUESTED, HARDWARE_EVIDENCE, PROGRAM_OUTPUT, EXIT_STATUS)
 _BY_TIER = {tier: tuple(rule for rule in RULES if rule.tier == tier) for tier in _TIERS}
+_DISK_FULL = next(rule for rule in RULES if rule.name == DISK_FULL)
 _BACKEND_ERROR = frozenset({"torch.distributed.DistBackendError", "DistBackendError"})
 _BEHIND_A_SIGNAL = frozenset({HOST_MEMORY, CASCADE, HANG, CRASH})  # what a signal can come from
 
@@ -211,9 +213,11 @@ def _first_match(evidence: Evidence, printed: EvidenceView, recorded: bool, user
     found = _first(all_of_it, EXIT_STATUS)
     if found is None or found.rule.name != NO_EVIDENCE:
         return found or Match(RULES[-1], Weight.PRINTED)
-    if exception is None or exception.type == "SystemExit":
-        return _first(printed, PROGRAM_OUTPUT) or found
-    return replace(found, weight=Weight.CLASS)  # a class that no rule knows is more than a bare exit code
+    if exception is not None and exception.type != "SystemExit":
+        return replace(found, weight=Weight.CLASS)  # a class that no rule knows is more than a bare exit code
+    if evidence.full:  # what the script had to say may have found no room
+        return Match(_DISK_FULL, Weight.PLATFORM)
+    return _first(printed, PROGRAM_OUTPUT) or found
 
 
 def _of_user(evidence: Evidence, message: str, user_rules: Iterable[UserRule]) -> UserRule | None:
@@ -497,6 +501,8 @@ def ended_by(evidence: Evidence) -> str:
 def _annotation(printed: EvidenceView, rule: str) -> str:
     """Return facts that did not affect the decision but help the reader of the reason. printed: what the script has printed."""
     notes, evidence = [], printed.evidence
+    if evidence.full:
+        notes.append(f"on {evidence.node} {evidence.full}: free some, or give another --log-dir")
     if seen := sorted(XIDS_ANNOTATE.intersection(evidence.xids)):
         notes.append(f"the driver also reported Xid {', '.join(map(str, seen))}")
     if evidence.gpu_recovery:

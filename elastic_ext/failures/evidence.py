@@ -153,6 +153,7 @@ class Evidence:
     # links of its node that went down shortly before, e.g. "mlx5_0 port 1"; whether one of them is still down; see `host.links`
     links: tuple[str, ...] = ()
     link_away: bool = False
+    full: str = ""  # how the file system of its logs is full; "": it is not, or unknown; see `host.no_room`
     link_failed: bool = False  # whether they are why the round ended; see `judgement`
     checkpoint_load: bool | None = None  # whether it was loading a checkpoint
     node_health_failed: bool | None = None  # whether this node's health check failed before the start; None without a check

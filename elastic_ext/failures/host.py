@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -403,16 +404,37 @@ class HostEvidence:
     platform: Platform
     gpu_recovery: tuple[str, ...] = ()
     links: LinksDown = NONE_DOWN
+    full: str = ""  # see `no_room`
+
+
+FULL_BYTES = 1 << 16  # with less room than this, what a worker prints is lost, or the print itself fails
+
+
+def no_room(logs_dir: str, room: os.statvfs_result, root: bool) -> str:
+    """Return how the file system of the workers' logs is full, for people; "" if it has room. root: may use its reserve. Pure."""
+    free = room.f_frsize * (room.f_bfree if root else room.f_bavail)
+    if room.f_blocks and free < FULL_BYTES:  # one that does not count its blocks never runs out of them
+        return f"the file system of the logs in {logs_dir} is full, {free} bytes are free"
+    if room.f_files and not (room.f_ffree if root else room.f_favail):
+        return f"the file system of the logs in {logs_dir} is full, no inodes are free"
+    return ""
 
 
 class HostProbe:
     """Collects the host's evidence after a failure, and keeps the counts from before the round."""
 
-    def __init__(self, settings: Settings, driver: str = NVIDIA_DRIVER, interface: str = "") -> None:
-        """driver: a file that exists while NVIDIA's driver is loaded. interface: by which the other nodes reach this host."""
+    def __init__(self, settings: Settings, driver: str = NVIDIA_DRIVER, interface: str = "", logs_dir: str = "") -> None:
+        """
+        Args:
+            driver: a file that exists while NVIDIA's driver is loaded.
+            interface: by which the other nodes reach this host.
+            logs_dir: where the workers' logs are; "": nowhere.
+        """
         self.links = LinkHistory(os.environ, interface)
         self._settings = settings
         self._driver = driver
+        self._logs_dir = logs_dir
+        self._full = ""
         self._log = KernelLog()
         self._before: dict[str, int] = {}
         self._platform = Platform()
@@ -430,10 +452,10 @@ class HostProbe:
         self._log.begin()  # ignore records from before this round
 
     def start_asking(self) -> None:
-        """Start to ask the platform, the GPU driver and the links, each in its own thread; see `evidence`."""
+        """Start to ask the platform, the GPU driver, the links and the disk, each in its own thread; see `evidence`."""
         self.links.look()
-        self._platform, self._gpu_recovery = Platform(), ()
-        questions: list[Callable[[], None]] = [self._ask_platform]
+        self._platform, self._gpu_recovery, self._full = Platform(), (), ""
+        questions: list[Callable[[], None]] = [self._ask_platform, self._ask_room]
         if os.path.exists(self._driver):
             questions.append(self._ask_driver)
         self._asking = [threading.Thread(target=ask, name="elastic_ext-host", daemon=True) for ask in questions]
@@ -442,6 +464,10 @@ class HostProbe:
 
     def _ask_platform(self) -> None:
         self._platform = detect(os.environ, self._settings.pod_file, self._settings.pod_api)
+
+    def _ask_room(self) -> None:
+        with suppress(OSError):
+            self._full = no_room(self._logs_dir, os.statvfs(self._logs_dir), os.geteuid() == 0)
 
     def _ask_driver(self) -> None:
         """Ask the driver in a child process, which creates no CUDA context."""
@@ -455,4 +481,4 @@ class HostProbe:
             thread.join(max(0.0, deadline - time.monotonic()))
         xids = tuple(xid.number for xid in self._log.xids() or [])
         links = self.links.went_down(max(0.0, deadline - time.monotonic()))
-        return HostEvidence(oom_kills_since(self._before), xids, self._platform, self._gpu_recovery, links)
+        return HostEvidence(oom_kills_since(self._before), xids, self._platform, self._gpu_recovery, links, self._full)

@@ -170,16 +170,16 @@ BUSY, STORAGE_CLIENT, STOPPED = "storage-busy", "storage-client", "stopped-by-ag
 TRY_AGAIN = "try-again"  # the script has ended with 75
 GPU_DEAD = "gpu-dead"
 BUG_MAYBE = "runtime-error"  # Python's own class for anything: other evidence says more
-STATE_DICT, FILES = "state-dict", "files"
+STATE_DICT, FILES, DISK_FULL = "state-dict", "files", "disk-full"
 # The storage, or a file system, does not work now: no checkpoint is to blame, and another try may go well tomorrow.
 ACCESS = frozenset({"access-expired", "access-refused"})
 ILL_STORAGE = frozenset(
-    {"shared-object", "disk-full", "file-system-ill", STORAGE_CLIENT, BUSY}
+    {"shared-object", DISK_FULL, "file-system-ill", STORAGE_CLIENT, BUSY}
 )  # fmt: skip
 # What one host may cause: its disk, its mount, its limits, what other processes hold, its driver. All else comes from the script,
 # its data or servers: twice on one node it is what it is on two, and the first to report it is often the fastest.
 OF_HOSTS = frozenset(
-    {"shared-object", "disk-full", "file-system-ill", "host-limit", "device-memory-held", "gpu-driver", "cache-race", "killed"}
+    {"shared-object", DISK_FULL, "file-system-ill", "host-limit", "device-memory-held", "gpu-driver", "cache-race", "killed"}
 )
 LACKING = frozenset({FILES, "usage-exit"})  # before the first step, a node may lack a file or a command; or a module
 HARDWARE_EXIT = "hardware-exit"  # a script may mean something else by the exit code
@@ -484,7 +484,7 @@ TIER_3 = (
     _program("shared-memory-left", HOST_MEMORY, RESTART, "an earlier process on this host has left its shared memory",
          messages=(("reused local directory:", "] vs ["), "file exists"), of=_names("ValueError FileExistsError"),
          when=_shared_memory_left),
-    _program("disk-full", STORAGE, CONFIRM, "the disk or the quota is full",
+    _program(DISK_FULL, STORAGE, CONFIRM, "the disk or the quota is full",
          texts=("no space left on device", "disk quota exceeded", ("pytorchstreamwriter", "failed writing"),
                 ("unexpected pos", "vs"), "not enough free space to write", "basic_ios::clear"),
          errnos=frozenset({errno.ENOSPC, errno.EDQUOT}), of=NATIVE | _OS),

@@ -171,6 +171,24 @@ def test_a_full_shared_memory_costs_only_step_counts(tmp_path):
     assert "no room for the progress table in /dev/shm" in job.err
 
 
+@pytest.mark.seam
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a small tmpfs in a mount namespace of its own, which only root may")
+def test_a_full_log_dir_is_the_cause(tmp_path):
+    """What the script says of it is lost with the rest of its output."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "talks.py").write_text("while True: print('x' * 1000, flush=True)\n")
+    shell = "mount -t tmpfs -o size=256k none logs; exec " + " ".join(
+        [*AGENT, "--nproc-per-node=1", "--max-restarts=1", "--log-dir=logs", "--redirects=3", "talks.py"]
+    )
+    job = run(["unshare", "-m", "sh", "-c", shell], tmp_path)
+    cause = "rank 0 ended with exit code 1: the disk or the quota is full (on "
+    full = f" the file system of the logs in {tmp_path}/logs is full, 0 bytes are free: free some, or give another --log-dir)"
+    (line,) = [line for line in job.err.splitlines() if "elastic_ext: restart: " in line]
+    assert cause in line, job.all
+    assert full in line
+    assert "(kind storage, rule disk-full)" in line
+
+
 @pytest.mark.full
 def test_log_directories_are_kept_and_hold_the_traceback(tmp_path):
     logs = tmp_path / "logs"

@@ -547,6 +547,24 @@ def test_what_an_exception_was_raised_from_counts(type_, wrapped, rule):
     assert classify(evidence).rule == rule
 
 
+@pytest.mark.parametrize(
+    ("evidence", "rule"),
+    [
+        (ended(1, stderr_tail="RuntimeWarning: connection reset by peer\n"), "disk-full"),
+        (ended(120), "disk-full"),  # of Python, where its last output could not be written
+        (killed("SIGSEGV"), "crash"),
+        (raised("NameError", "name 'x' is not defined"), "code-always"),
+        (raised("mine.Odd", "m"), "no-evidence"),
+    ],
+)
+def test_full_logs_explain_what_nothing_else_does(evidence, rule):
+    full = "the file system of the logs in /logs is full, 0 bytes are free"
+    found = classify(replace(evidence, node="h3", full=full))
+    assert found.rule == rule
+    assert f"(on h3 {full}: free some, or give another --log-dir)" in found.reason
+    assert classify(evidence).rule != "disk-full"
+
+
 def test_a_class_counts_as_its_bases():
     for bases, rule in ((("lib.Base", "NameError"), "code-always"), (("ConnectionError", "OSError"), "network"), ((), None)):
         assert classify(Evidence(0, 1, exception=RaisedException("mine.Odd", "m", bases=bases))).rule == (rule or "no-evidence")

@@ -291,6 +291,37 @@ def test_the_probe_runs_apart_and_in_time(tmp_path, monkeypatch, init, actions):
     assert host.recovery_actions(1.0 if "sleep" in init else LIMIT_S) == expected
 
 
+def room(**counts: int) -> os.statvfs_result:
+    """Of 4 KiB blocks, all free, but for what is given."""
+    names = ("bsize", "frsize", "blocks", "bfree", "bavail", "files", "ffree", "favail", "flag", "namemax")
+    whole = {"bsize": 4096, "frsize": 4096, **dict.fromkeys(names[2:5], 1000), **dict.fromkeys(names[5:8], 50), "flag": 0}
+    return os.statvfs_result([{**whole, "namemax": 255, **counts}[name] for name in names])
+
+
+@pytest.mark.parametrize(
+    ("counts", "root", "said"),
+    [
+        ({}, False, ""),
+        ({"bavail": 0}, False, "0 bytes are free"),
+        ({"bavail": 0}, True, ""),  # the reserve of ext4
+        ({"bavail": 3, "bfree": 3}, True, "12288 bytes are free"),
+        ({"favail": 0, "ffree": 0}, False, "no inodes are free"),
+        ({"blocks": 0, "bavail": 0, "bfree": 0, "files": 0, "favail": 0, "ffree": 0}, True, ""),  # counts nothing
+    ],
+)
+def test_when_a_file_system_is_full(counts, root, said):
+    found = host.no_room("/logs", room(**counts), root)
+    assert found == (f"the file system of the logs in /logs is full, {said}" if said else "")
+
+
+def test_a_failed_round_looks_for_room(tmp_path):
+    for folder in (str(tmp_path), "/no/such/folder", ""):
+        probe = HostProbe(settings.read({}, {}), logs_dir=folder)
+        probe.start_asking()
+        assert probe.evidence(LIMIT_S).full == ""
+        probe.close()
+
+
 @pytest.mark.seam
 def test_a_failed_round_asks_an_existing_driver(tmp_path, monkeypatch):
     (tmp_path / "pynvml.py").write_text(PYNVML.format(init="pass"))

@@ -28,7 +28,8 @@ from elastic_ext.base import log_records, name_lookup, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
 from elastic_ext.checkpoints.storage import Storage, open_storage
-from elastic_ext.failures.classify import Diagnosis
+from elastic_ext.failures.classify import Diagnosis, classify
+from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
 from elastic_ext.failures.ledger import MAX_STACKS, Report
@@ -174,7 +175,22 @@ class RunningRound:
             hashed_by(self.workers),
             next((row.steps_before for row in rows if row.steps_before is not None), self.resume.step),
             self.resume.checkpoint.save_number,
+            verdicts.ended_well(self.workers),
         )
+
+    def all_done(self, job: Rendezvous) -> bool:
+        """Wait until the workers of all nodes have finished, as those here have. Return False if the round ends otherwise."""
+        done = job.part.await_all_done()
+        if not done:
+            self.report_ended(job)
+        return done
+
+    def report_ended(self, job: Rendezvous) -> None:
+        """Report which workers of this node had ended with 0, if workers of other nodes have failed, or hang: they may wait."""
+        over, ended = job.part.over(), verdicts.ended_well(self.workers)
+        if ended and over is not None and over.kind in (EndKind.FAILED, EndKind.STALLED):
+            first = Evidence(ended[0].rank, exit_code=0, step=ended[0].step, stopped_by_agent=True, node=job.host)
+            job.part.conclude(self.report(job.host, classify(first)))
 
     def close(self) -> None:
         """Close everything that belongs to this round only. The workers have been stopped, or torch will stop them."""
@@ -380,6 +396,7 @@ class RoundWatch:
         here = differs or (elsewhere and bool(self._companions.host.links.went_down(ANSWER_S).names))
         self._running.stopped_count = here and verdicts.stopped(workers)
         if not hung and not failed and not self._running.stopped_count:
+            self._running.report_ended(self._handler)
             return None
         self._companions.host.start_asking()
         return self._agent.close_failed()

@@ -140,7 +140,7 @@ class Supervisor(TorchAgent):
             result = RoundWatch(self, self._handler, self._companions, self._running, self._logs.stderr, self._stop_round).run()
             if result is not None and result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
-                if self._handler.part.await_all_done():
+                if self._running.all_done(self._handler):
                     self._handler.finished()
                     exits.set_succeeded()
                     logger.info("all workers of all nodes have succeeded")

@@ -35,6 +35,7 @@ from elastic_ext.failures import joint_evidence, policy, user_rules
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import HostEvidence, HostProbe
+from elastic_ext.failures.joint_evidence import Ended
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.rules import STOP_REQUESTED, says_why_all_leave
@@ -66,8 +67,8 @@ class EndedRound:
 
 
 def failed_workers(ended: EndedRound, rules: Sequence[user_rules.UserRule]) -> list[FailedWorker]:
-    """Judge each worker that did not end well, one by one."""
-    failed = []
+    """Judge each worker that did not end well, one by one. One whose script had does not count beside one that failed unasked."""
+    failed, well = [], {each.rank for each in ended_well(ended.workers)}
     for local_rank, pid in ended.workers.processes.pids.items():
         exit_ = ended.workers.processes.exits.get(local_rank)
         error_file = read_error_file(ended.workers.error_files.get(local_rank, ""))
@@ -77,7 +78,8 @@ def failed_workers(ended: EndedRound, rules: Sequence[user_rules.UserRule]) -> l
         hung = local_rank in ended.hung
         evidence = _of_hang(ended, local_rank) if hung else _of_exit(ended, local_rank, exitcode, exit_, error_file)
         failed.append(FailedWorker(local_rank, pid, exitcode, error_file, classify(evidence, rules)))
-    return failed
+    others = [each for each in failed if each.rank not in well]
+    return others if any(not each.diagnosis.evidence.stopped_by_agent for each in others) else failed
 
 
 def _failed_with(ended: EndedRound, local_rank: int, exit_: Exit | None, error_file: ErrorFile) -> int | None:
@@ -142,6 +144,23 @@ def failed_by_itself(workers: companion.LocalWorkers) -> bool:
         )
         for local_rank, exit_ in workers.processes.exits.items()
     )
+
+
+def ended_well(workers: companion.LocalWorkers) -> tuple[Ended, ...]:
+    """Return the workers whose scripts had ended with 0 before the agent stopped them.
+
+    Afterwards, their processes may have crashed, or the agent has killed them: gloo's threads abort an interpreter that ends.
+    """
+    found = []
+    for local_rank, exit_ in workers.processes.exits.items():
+        row = workers.progress.read(local_rank) if workers.progress is not None else None
+        over_ns = row.sign_ns if row is not None and row.phase == "exit" and not row.ends_with else None
+        if over_ns is not None and read_error_file(workers.error_files.get(local_rank, "")).data is not None:
+            over_ns = None  # a KeyboardInterrupt
+        by_signal = exit_.exitcode is not None and exit_.exitcode < 0
+        if (not exit_.failed or (by_signal and over_ns is not None)) and not exit_.ended_by_agent(over_ns):
+            found.append(Ended(workers.ranks[local_rank], row.steps if row is not None and row.pid else None))
+    return tuple(found)
 
 
 def says_why(workers: companion.LocalWorkers, stderr: StderrTails) -> bool:

@@ -4,6 +4,8 @@ Which two nodes cannot reach each other: only the node that sends learns that no
 It names an address; whose address that is, the other node's own report says. An address of no node of the job (an object store,
 say) makes no pair.
 
+Whether ranks that fail or hang wait for one that has ended with 0: each agent sees the ends of its own workers only.
+
 Whether replicas of the training state are still equal: every `integrity_every` optimizer steps each worker hashes what other
 ranks hold, too (workers/bootstrap/replicas.py). Each node reports the hashes of its workers. Only those of one set of replicas
 after the same step are compared. A set belongs to one optimizer, and its steps are those of this optimizer.
@@ -26,6 +28,7 @@ _NO_ANSWER = re.compile(
     r"completion from peer \[?([\w.:-]{1,80})(?:%\w{1,16})?\]?<\d{1,5}> with (?:status=|error )(?:\w{1,40}\()?12\b"
 )
 MAX_PEERS = 8
+MAX_AHEAD = 100  # steps; see `awaited`
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,24 @@ def choose_cut(
 
     cut = max(found, key=lambda one: sorted(map(key, one.pair), reverse=True))
     return cut, max(cut.pair, key=key)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker whose script had ended with 0 when the round ended; step: optimizer steps since it started, None if unknown."""
+
+    rank: Rank
+    step: Count | None = None
+
+
+def awaited(ended: Sequence[Ended], step: int | None) -> list[Ended]:
+    """Return for which of them a rank waits that fails, or hangs, at this step: the first to end. step: None if unknown.
+
+    A rank that has gone on without one does not wait for it; a GPU's queue lets it go on for some steps.
+    """
+    near = [each for each in ended if step is None or each.step is None or step - each.step <= min(each.step, MAX_AHEAD)]
+    first = min((each.step or 0 for each in near), default=0)
+    return [each for each in near if (each.step or 0) == first]
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,31 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base.diagnosis import NETWORK, NUMERIC, Response, compared
+from elastic_ext.base.diagnosis import CODE, NETWORK, NUMERIC, Response, Weight, compared
 from elastic_ext.base.errors import EX_NODE, EX_TRY_AGAIN
-from elastic_ext.base.printable import beginnings
+from elastic_ext.base.printable import beginnings, ranks_in_words
 from elastic_ext.base.printable import cut as shortened
 from elastic_ext.failures import joint_evidence as joint
 from elastic_ext.failures import ledger as records
 from elastic_ext.failures import policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
-from elastic_ext.failures.evidence import CERTAIN, Evidence, Precedent
+from elastic_ext.failures.evidence import CERTAIN, WAITS, Evidence, Precedent
+from elastic_ext.failures.fingerprints import of_exit
 from elastic_ext.failures.history import Nodes
 from elastic_ext.failures.ledger import JobVerdict, Ledger, PastFailure, Report, began_after, past_failure, precedents
-from elastic_ext.failures.rules import FILES, HANG_RULE, NETWORK_RULE, REPLAY, RERUN, RERUN_DIFFERS, STOPPED
+from elastic_ext.failures.rules import (
+    ENDED_EARLY,
+    EXIT_STATUS,
+    FILES,
+    HANG_RULE,
+    INTERFACE,
+    NETWORK_RULE,
+    PEERS,
+    REPLAY,
+    RERUN,
+    RERUN_DIFFERS,
+    STOPPED,
+)
 
 VICTIM = 120  # characters of a victim's message
 MAX_NAMED = 8  # lost nodes in a reason
@@ -199,7 +212,8 @@ def _apart(reports: Mapping[str, Report], lost: Sequence[Lost]) -> str:
 
 
 def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances) -> _Cause:
-    cause = root_cause([report.diagnosis for report in reports.values()])
+    failed = [report for report in reports.values() if not report.only_ended] or reports.values()
+    cause = root_cause([report.diagnosis for report in failed])
     node, report = next((node, report) for node, report in reports.items() if report.diagnosis.evidence is cause.evidence)
     hosts = {**circumstances.hosts, **{id_: each.host for id_, each in reports.items()}}
     differ = joint.difference((hashed for each in reports.values() for hashed in each.hashed), over=True)
@@ -215,7 +229,11 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
             return _of_link(cause, report, down[0], reports[down[0]])
         names = ", ".join(reports[id_].host for id_ in down[:MAX_NAMED])
         cause = replace(cause, reason=f"{cause.reason}; links went down on {len(down)} nodes, as with a switch: {names}")
-    if may_be_cut and (found := _cuts(reports, circumstances)):
+    found = _cuts(reports, circumstances) if may_be_cut else []
+    waits = cause.rule in (*PEERS, INTERFACE) or (cause.evidence.hang_blame[:1] == (WAITS,) and not found)
+    if waits and (early := _of_early(reports, cause, report)) is not None:
+        return early
+    if found:
         _, _, past = _compared(cause, report, ledger, circumstances)
         lasting = [each.lasting_cut for each in past if each.lasting_cut]
         passed = [each.cut for each in past if report.follows and not each.before_repair]
@@ -316,6 +334,29 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
     reason = f"node {first.host} {first.how}{more}; then {describe(evidence)}, on {report.host}"
     diagnosis = replace(victim, response=Response.RESTART_FREE, reason=reason, evidence=replace(victim.evidence, node=first.host))
     return _Cause(diagnosis, report, first.id, first.host, joint.NO_RANK)
+
+
+def _of_early(reports: Mapping[str, Report], victim: Diagnosis, report: Report) -> _Cause | None:
+    """Return the ranks that had ended with 0, if others wait for them; None: there are none.
+
+    Agents have seen it, so it weighs more than the victim's words: that a peer has gone, or that no rank comes.
+    """
+    seen = victim.evidence
+    early = joint.awaited([each for of_node in reports.values() for each in of_node.ended], seen.step)
+    if not early or report.only_ended:  # no one is known to wait
+        return None
+    first = min(early, key=lambda each: each.rank)
+    node, holder = next((id_, each) for id_, each in reports.items() if first in each.ended)
+    who, them = ranks_in_words(each.rank for each in early), "them" if len(early) > 1 else "it"
+    at = f" at step {(holder.counts_from or 0) + first.step}" if first.step else ""
+    since = " since it started" if at and holder.counts_from is None else ""
+    then = f"then {shortened(describe(seen), VICTIM)}, on {report.host}"
+    reason = f"{who} ended with 0{at}{since}, the others wait for {them}, as with a bug or uneven data; {then}"
+    begun = None if first.step is None else first.step > 0
+    evidence = Evidence(first.rank, exit_code=0, step=first.step, first_step_done=begun, node=holder.host)
+    fingerprint = of_exit(ENDED_EARLY, "exit code 0")
+    found = Diagnosis(CODE, Response.CONFIRM, ENDED_EARLY, reason, fingerprint, evidence, EXIT_STATUS, weight=Weight.PLATFORM)
+    return _Cause(found, report, node, holder.host, first.rank)
 
 
 def _cuts(reports: Mapping[str, Report], circumstances: Circumstances) -> list[joint.Cut]:

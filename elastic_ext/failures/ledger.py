@@ -24,7 +24,7 @@ from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, With
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.evidence import TRAITS, Precedent, Traits
 from elastic_ext.failures.history import may_be_of_a_node, of_lost_node
-from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Hashed, Reach
+from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Ended, Hashed, Reach
 from elastic_ext.failures.policy import ACTIONS, NO_LIMIT, STOP_CODES, Action, Decision, exit_code_for
 
 
@@ -191,11 +191,17 @@ class Report:
     # Of the checkpoint that the round started from, in the record of the job's saves: the greater was saved later. None: it is
     # not recorded, or its round had made no step before.
     save_number: int | None = None
+    ended: tuple[Ended, ...] = ()  # of its workers, those whose scripts had ended with 0
 
     @property
     def follows(self) -> bool:
         """Whether the cause is elsewhere; root_cause() for this node alone knows no cause and would assume the network."""
         return self.diagnosis.response is Response.FOLLOW
+
+    @property
+    def only_ended(self) -> bool:
+        """Whether its worker's script had ended with 0, which explains no failure of others, even if its process then crashed."""
+        return self.diagnosis.evidence.rank in {each.rank for each in self.ended}
 
     @property
     def links(self) -> tuple[str, ...]:
@@ -204,8 +210,8 @@ class Report:
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a verdict must wait for the other nodes' reports: a cascade, a hang, or a worker that does not say why."""
-        return self.follows or self.diagnosis.evidence.hang is True or self.diagnosis.lacks_reason
+        """Whether a verdict must wait for the other nodes' reports: this one may not have the cause, or not say why."""
+        return self.follows or self.diagnosis.evidence.hang is True or self.diagnosis.lacks_reason or self.only_ended
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,7 @@ class Rule:
 
 NO_EVIDENCE = "no-evidence"  # name of the last rule
 HANG_RULE, CUT_RULE, REPLICAS_DIFFER = "hang", "network-cut", "replicas-differ"
+ENDED_EARLY = "ended-early"  # of a verdict; see `judgement`
 # What Megatron-LM's `--rerun-mode=validate_results` ends with: to have a step that gave a NaN or a spike computed on another GPU,
 # or with what that, or a second computation on the same GPU, has shown. All ranks leave together; one has logged why.
 RERUN, RERUN_DIFFERS, RERUN_UNSTEADY = "rerun-elsewhere", "rerun-differs", "rerun-unsteady"

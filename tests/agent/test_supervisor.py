@@ -69,6 +69,26 @@ def test_the_budget_ends_and_giving_up_is_failing(tmp_path):
 
 
 @pytest.mark.seam
+def test_a_rank_that_ends_early_is_named(tmp_path):
+    (tmp_path / "early.py").write_text(
+        "import os, torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "weight = torch.ones(1, requires_grad=True)\n"
+        "for step in range(1, 30):\n"
+        "    weight.grad = torch.ones(1)\n"
+        "    dist.all_reduce(weight.grad)\n"
+        "    torch.optim.SGD([weight], 0.1).step()\n"
+        "    if (step, dist.get_rank()) == (12, 1):\n"
+        "        os._exit(0)\n"
+    )
+    job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", "early.py"], tmp_path)
+    assert job.returncode == 65, job.all
+    said = "rank 1 ended with 0 at step 12 since it started, the others wait for it"
+    assert re.findall(r"ERROR elastic_ext: (\w+): (.*), as with a bug", job.err) == [("restart", said), ("stop", said)]
+    assert "also ended" not in job.err
+
+
+@pytest.mark.seam
 def test_a_bug_after_the_first_step_restarts_once(tmp_path):
     (tmp_path / "late.py").write_text(
         "import os, torch\n"

@@ -15,6 +15,7 @@ from elastic_ext.base import diagnosis
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import ErrorFile, Evidence, Platform, RaisedException
 from elastic_ext.failures.host import HostEvidence
+from elastic_ext.failures.joint_evidence import Ended
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.workers.processes import Exit
@@ -106,6 +107,37 @@ def test_the_agents_signal_hides_no_exception(tmp_path, exitcode, stop_sent_ns, 
     if code is not None and not stopped:
         alone = judged(tmp_path, 1, None, raised_ns, None).diagnosis
         assert (worker.diagnosis.rule, worker.diagnosis.fingerprint) == (alone.rule, alone.fingerprint)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "stop_sent_ns", "row", "well"),
+    [
+        (0, None, None, True),
+        (0, BY_AGENT, None, False),  # as with a handler of SIGTERM
+        (0, BY_AGENT, Progress(11, phase="exit", sign_ns=110), False),
+        (TERM, BY_AGENT, Progress(11, phase="exit", sign_ns=90), True),  # stopped while its interpreter ended
+        (KILL, BY_AGENT, Progress(11, phase="exit", sign_ns=110), False),
+        (TERM, BY_AGENT, Progress(11, phase="exit", sign_ns=90, ends_with=3), False),
+        (TERM, BY_AGENT, Progress(11, phase="eval", sign_ns=90), False),
+        (SEGV, BY_ANOTHER, Progress(11, phase="exit", sign_ns=90), True),  # crashed as its interpreter ended
+        (3, BY_ANOTHER, Progress(11, phase="exit", sign_ns=90), False),  # by an exit handler
+    ],
+)
+def test_who_has_ended_well(exitcode, stop_sent_ns, row, well):
+    processes = SimpleNamespace(pids={0: 11}, exits={0: Exit(0, 11, exitcode, stop_sent_ns, 200)})
+    table = (
+        None if row is None else SimpleNamespace(read=lambda local_rank: Progress(12) if local_rank else replace(row, steps=7))
+    )
+    workers = LocalWorkers(processes, table, {0: 5}, {}, {})
+    assert verdicts.ended_well(workers) == ((Ended(5, None if row is None else 7),) if well else ())
+    tails = SimpleNamespace(tail=lambda local_rank: "")
+    ended = verdicts.EndedRound("n1", HostEvidence(7, (), Platform()), workers, tails, (), {}, {}, False)
+    assert [each.exitcode for each in verdicts.failed_workers(ended, ())] == ([exitcode] if exitcode else [])
+    processes.pids[1], workers.ranks[1] = 12, 6
+    for other, counts in ((Exit(1, 12, 1, None, 200), not well), (Exit(1, 12, TERM, BY_AGENT, 200), True)):
+        processes.exits[1] = other  # what has ended well explains the failure of no other, unless the agent stopped that
+        ranks = [each.rank for each in verdicts.failed_workers(ended, ())]
+        assert ranks == ([5, 6] if exitcode and counts else [6])
 
 
 @pytest.mark.parametrize(("ended_ns", "code", "stopped"), [(90, 3, False), (110, None, True)])

@@ -428,6 +428,19 @@ def test_a_hang_is_caught_and_the_culprit_named(tmp_path):
     assert re.search(r"rank 0 made no progress .* waits for other ranks", done.err)
 
 
+@pytest.mark.seam
+def test_a_hang_for_an_ended_rank_names_it(tmp_path):
+    verdict = tmp_path / "verdict"
+    command = [*AGENT, "--nproc-per-node=2", "--max-restarts=0", f"--rdzv-conf={CONF}", JOB, "leave:1"]
+    with Job(command, tmp_path, STOP=str(tmp_path / "stop"), ELASTIC_EXT_VERDICT_FILE=str(verdict)) as job:
+        done = job.finish()
+    assert done.returncode == 1, done.err
+    found = verdict_of(verdict)
+    assert (found["rank"], found["decision"]["kind"]) == (1, "code"), done.err
+    said = "rank 1 ended with 0 at step 5 since it started, the others wait for it, .*; then rank 0 made no progress"
+    assert re.match(said, found["decision"]["reason"]), found["decision"]["reason"]
+
+
 @pytest.mark.full
 def test_a_hung_job_continues_in_a_new_round(tmp_path):
     stop = tmp_path / "stop"

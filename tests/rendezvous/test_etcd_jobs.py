@@ -145,6 +145,22 @@ def test_one_nodes_failure_costs_one_round(store, tmp_path):
 
 
 @pytest.mark.seam
+@pytest.mark.parametrize("store", ["embedded"], indirect=True)
+def test_an_early_end_on_another_node_is_named(store, tmp_path):
+    """Nothing failed there, but its report carries it; no matter which agent has which rank."""
+    options = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=2", "--max-restarts=1"]
+    command = [*TORCHRUN, *store.options, *options, "--nproc-per-node=1", GLOO, "leave:1"]
+    with Job(command, tmp_path) as first, Job(command, tmp_path) as second:
+        ended = [first.finish(), second.finish()]
+    assert [each.returncode for each in ended] == [0, 0], ended[0].err + ended[1].err
+    for each in ended:
+        assert "restart: " in each.err
+        assert "rank 1 ended with 0, the others wait for it, as with a bug or uneven data; then rank 0 raised Runt" in each.err
+        assert "restart 1 of 1 (kind code, rule ended-early)" in each.err
+    assert sum("the cause was on " in each.err for each in ended) == 1
+
+
+@pytest.mark.seam
 def test_nodes_join_and_leave_and_ranks_stay(store, nodes):
     for attempt, name in enumerate("abc"):
         nodes.start(name, store.endpoint, "1:3")

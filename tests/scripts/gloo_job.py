@@ -45,6 +45,7 @@ FAULTS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
     "exit": lambda: os._exit(3),
+    "leave": lambda: os._exit(0),
     "key": lambda: {}["missing"],
     "runtime": lambda: (_ for _ in ()).throw(RuntimeError("flaky")),
     "ignore": ignore_term,

@@ -56,7 +56,15 @@ def starve() -> None:
         pass
 
 
+def leave() -> None:
+    """End with 0; a child keeps the connections open, so that the others wait."""
+    if os.fork() == 0:
+        signal.pause()
+    os._exit(0)
+
+
 FAULTS = {
+    "leave": leave,
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "deadlock": deadlock,
     "eval": evaluate,

@@ -104,6 +104,7 @@ class Precedent(Traits):
     same_rank: bool = False  # whether it was the same rank
     rank_here: bool = False  # whether its rank is now on the node of the current one
     same_step: bool | None = None  # whether the job was at the same step; None if unknown
+    no_further: bool = False  # whether the try since has made no more steps, and it is unknown where they began
 
     @property
     def lasting_cut(self) -> tuple[str, ...]:

@@ -104,6 +104,7 @@ class Facts:
     moved: bool  # whether the ranks of its node have moved since one of them
     in_step: bool  # whether all were at the same step
     trained: bool  # whether the job has done a step, in this try or before
+    no_further: bool  # whether this try made no more steps than one that ended so, and it is unknown where they began
     unseen: int  # how often it has just happened in a row, with nothing known of steps and checkpoints
     losses: int  # nodes that were lost without progress for certain
     differing: str  # the hosts of replicas that differ without a majority; "": there are none
@@ -116,13 +117,19 @@ class Facts:
 
     @property
     def repeated(self) -> bool:
-        """Whether a bug is confirmed. It takes one time more where nothing is known of progress, or a service may be down."""
+        """Whether a bug is confirmed. It takes one time more where nothing is known of steps, or a service may be down."""
         early_and_unknown = self.evidence.before_first_step and self.rule == rules.NO_EVIDENCE
         raised = self.answer.kind == CODE and self.evidence.exception is not None and self.unseen > 1
-        least = 2 if (raised or self.stuck > 1) and not early_and_unknown else MAX_SAME_FAILURES
+        least = 2 if (raised or self.no_further or self.stuck > 1) and not early_and_unknown else MAX_SAME_FAILURES
         suspected = self.answer.response is Response.CONFIRM or early_and_unknown
         confirmed = suspected and self.times >= least and not self.only_here
         return self.weight is not Weight.PRINTED and (confirmed or _as_code_does(self.diagnosis, self.same))
+
+    @property
+    def since(self) -> str:
+        """What is known of progress since it happened first."""
+        hint = ": where no checkpoint is known, only more steps would" if self.no_further else ""
+        return "without progress" if self.stuck > 1 else f"and nothing shows progress{hint}"
 
     @property
     def away(self) -> bool:
@@ -170,7 +177,8 @@ def facts_of(diagnosis: Diagnosis, past: tuple[Precedent, ...], nodes: Nodes) ->
         moved=any(map(_has_moved, same)),
         in_step=(evidence.step or 0) >= LEAST_STEPS and all(each.same_step for each in same),
         trained=evidence.first_step_done is True or any(each.first_step_done or each.same_checkpoint for each in past),
-        # A checkpoint, or `budget_window`, gives a restart back: then it may have trained for weeks since.
+        # A checkpoint, or `budget_window`, gives a restart back: then it may have trained for weeks since. So for both:
+        no_further=any(each.no_further for each in same) and past[-1].recent,
         unseen=1 + len(list(unseen)) if evidence.first_step_done is None and past and past[-1].recent else 1,
         losses=1 + sum(each.lost_node and each.surely_none_since for each in past),
         differing=" and ".join(evidence.differs) if len(evidence.differs) > 1 else "",
@@ -328,8 +336,8 @@ HISTORY = (
         Response.STOP, "the same failure recurred without progress, at another step: if a GPU computes wrongly, integrity_every "
         "can find it", EX_FAILED, REPEATED, True),
     _row("bug-elsewhere", lambda f: f.elsewhere and f.repeated, Response.STOP,
-        "the same failure recurred on another node without progress", EX_CODE, REPEATED, True),
-    _row("bug", lambda f: f.repeated, Response.STOP, "the same failure recurred without progress", EX_CODE, REPEATED, True),
+        "the same failure recurred on another node {f.since}", EX_CODE, REPEATED, True),
+    _row("bug", lambda f: f.repeated, Response.STOP, "the same failure recurred {f.since}", EX_CODE, REPEATED, True),
     _row("same-node", lambda f: f.weight is not Weight.PRINTED and f.only_here and f.moved, Response.REPLACE_NODE,
         "the same failure occurred {f.times} times, only on node {f.evidence.node}", EX_NODE, SAME_NODE),
     _row("peers-in-step", lambda f: f.stuck >= MAX_SAME_FAILURES and f.rule in rules.PEERS and f.in_step, Response.STOP,

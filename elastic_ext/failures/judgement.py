@@ -102,7 +102,8 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         decision = replace(decision, exit_code=policy.exit_code_for(decision.exit_code, circumstances.exit_codes))
     numeric = decision.kind == NUMERIC and cause.diagnosis.checkpoints_back > 0
     if numeric and decision.checkpoints_back:
-        back = going_back(report.copied_at, report.saved_at, ledger.failures)
+        known = report.resumed_at is not None or report.resumed_from
+        back = going_back(report.copied_at, report.saved_at, ledger.failures) if known else NO_WAY_BACK
         decision = replace(decision, reason=f"{decision.reason}; {back.reason}", checkpoints_back=int(back.checkpoint))
         now = replace(now, gone_back_to=back.to)
     if cause.diagnosis.rule == HANG_RULE and (apart := _apart(reports, circumstances.lost)):
@@ -180,6 +181,9 @@ class Back:
     checkpoint: bool  # whether the newest checkpoint is not to be used
     reason: str
     to: int | None = None  # step of the newest checkpoint, if that is tried
+
+
+NO_WAY_BACK = Back(False, "no checkpoint is known, so the script alone chooses what it resumes from")
 
 
 def going_back(copied_at: int | None, saved_at: int | None, earlier: Sequence[PastFailure]) -> Back:
@@ -398,7 +402,8 @@ def _compared(
     diagnosis: Diagnosis, report: Report, ledger: Ledger, circumstances: Circumstances
 ) -> tuple[PastFailure, policy.Budget, tuple[Precedent, ...]]:
     """Return the ledger's record of this failure, the budget that is left for it, and the earlier ones compared with it."""
-    now = past_failure(diagnosis, report.resumed_at, report.resumed_from, report.saved_at, report.save_number)
+    began_at = report.resumed_at if report.resumed_at is not None else report.counts_from
+    now = past_failure(diagnosis, began_at, report.resumed_from, report.saved_at, report.save_number)
     budget = _budget(ledger, now, circumstances)
     return now, budget, precedents(now, ledger.failures, budget.charged, report.ranks)
 

@@ -104,6 +104,7 @@ def precedents(
             same_rank=past.rank == now.rank >= 0,
             rank_here=past.rank in ranks,
             same_step=None if None in (past.step, now.step) else past.step == now.step,
+            no_further=_no_further(past, now),
             **{name: getattr(past, name) for name in TRAITS},
         )
         for number, past in enumerate(earlier)
@@ -140,6 +141,12 @@ def progress(past: PastFailure, later: PastFailure) -> bool | None:
     if not in_steps and (since or 0) > 0:
         return True if gained == 0 else None
     return False if gained == 0 or since == 0 else None
+
+
+def _no_further(past: PastFailure, later: PastFailure) -> bool:
+    """Return whether the later try made no more steps, and no checkpoint or report says where the two began: see `progress`."""
+    unknown = began_after(past, later) is None and past.resumed_from == later.resumed_from and past.gone_back_to is None
+    return unknown and past.steps is not None and later.steps is not None and later.steps <= past.steps
 
 
 def began_after(past: PastFailure, later: PastFailure) -> int | None:

@@ -89,17 +89,23 @@ def test_a_rank_that_ends_early_is_named(tmp_path):
 
 
 @pytest.mark.seam
-def test_a_bug_after_the_first_step_restarts_once(tmp_path):
+@pytest.mark.parametrize("saves_at", [0, 30])
+def test_a_bug_after_the_first_step_restarts_once(tmp_path, saves_at):
+    """Also where the script resumes from a checkpoint of its own, of which the agent knows nothing."""
     (tmp_path / "late.py").write_text(
         "import os, torch\n"
         "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
-        "torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1).step()\n"
+        "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1)\n"
+        "for step in range(30 if os.path.exists('saved') else 0, 33):\n"
+        "    optimizer.step()\n"
+        f"    {saves_at} == step + 1 and open('saved', 'w')\n"
         "{}['missing']\n"
     )
     job = run([*EXT, "--nproc-per-node=1", "--max-restarts=10", "late.py"], tmp_path)
     assert job.returncode == 65
     assert re.findall(r"attempt (\d)", job.out) == ["0", "1"]
-    assert "the same failure recurred without progress (kind code, rule repeated)" in job.err
+    said = "and nothing shows progress: where no checkpoint is known, only more steps would" if saves_at else "without progress"
+    assert f"the same failure recurred {said} (kind code, rule repeated)" in job.err
 
 
 @pytest.mark.seam

@@ -288,6 +288,53 @@ def test_unknown_progress_is_not_a_lack_of_progress():
         assert (verdict.ends_job, verdict.restarts) == (False, number)
 
 
+SUSPECTED = [{"type_": "KeyError"}, {"type_": "FloatingPointError", "message": "loss is nan"}, {"signal": "SIGSEGV"}]
+
+
+ALONE = Circumstances(11, nodes=1)
+
+
+def tries(failure, *steps, rules=ALONE, begins=()):
+    """The verdicts on a failure of a job without checkpoint_dir, at these steps since each start. begins: what it reported."""
+    ledger, verdicts = Ledger(), []
+    for number, step in enumerate(steps):
+        told = report("ha", step=step, **failure)
+        told = dataclasses.replace(told, counts_from=begins[number] if begins else None)
+        ledger, verdict = judge({"a": told}, ledger, rules, number + 1)
+        verdicts.append(verdict.decision)
+    return verdicts
+
+
+@pytest.mark.parametrize("failure", SUSPECTED)
+def test_a_bug_of_a_resuming_script_restarts_once(failure):
+    """No checkpoint_dir: where its script resumes is unknown. It has to make more steps than before to count as progress."""
+    first, second = tries(failure, 33, 3)
+    assert (first.action, second.action, second.rule, second.exit_code) == (Action.RESTART, Action.STOP, "repeated", 65)
+    said = "; the same failure recurred and nothing shows progress: where no checkpoint is known, only more steps would"
+    assert second.reason.endswith(said)
+    assert [each.action for each in tries(failure, 33, 40, 50)] == [Action.RESTART] * 3
+    expired = dataclasses.replace(ALONE, charges=0)  # budget_window: it may have trained for weeks
+    assert [each.action for each in tries(failure, 33, 3, rules=expired)] == [Action.RESTART] * 2
+
+
+@pytest.mark.parametrize("failure", SUSPECTED)
+def test_reported_steps_count_where_no_checkpoint_is_known(failure):
+    said = [each.reason.rpartition("; ")[2] for each in tries(failure, 33, 3, begins=(0, 30))]
+    assert said[1] == "the same failure recurred without progress"
+    assert [each.action for each in tries(failure, 33, 13, begins=(0, 30))] == [Action.RESTART] * 2
+
+
+def test_what_is_no_bug_needs_no_known_progress():
+    for failure in ({"type_": "ConnectionError"}, {"signal": "SIGKILL"}, {"exit_code": 9}):
+        assert [each.action for each in tries(failure, 33, 30, 20, 10)] == [Action.RESTART] * 4
+
+
+def test_without_checkpoints_nothing_goes_back():
+    decision = tries(SUSPECTED[1], 33)[0]
+    assert decision.reason.endswith("; no checkpoint is known, so the script alone chooses what it resumes from")
+    assert decision.checkpoints_back == 0
+
+
 def nan(copied_at=None, saved_at=None, resumed_at=0, step=61, message="loss is nan"):
     told = report("ha", "FloatingPointError", message, resumed_at=resumed_at, step=step)
     return {"a": dataclasses.replace(told, copied_at=copied_at, saved_at=saved_at)}

@@ -114,6 +114,7 @@ def _run(args: Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job and return the exit code of the command: 78 for wrong usage, else see `failures.policy` and `agent.exits`."""
     _configure_logging()
+    plugin.explain_wrong_conf()
     with errors.usage_errors_exit():
         _refuse_completion(sys.argv[1:] if argv is None else argv)
         args = settle(parser().parse_args(argv))

@@ -7,7 +7,9 @@ here may import torch, or anything slow, before a creator is called.
 from __future__ import annotations
 
 import copy
+import functools
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,20 +19,49 @@ from elastic_ext.base import errors, log_records
 from elastic_ext.workers import limits
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
     from elastic_ext.base.settings import Settings
     from elastic_ext.own_etcd.launch import Attachment
 
 
+BACKENDS = frozenset({"ext_c10d", "ext_etcd"})
+NOT_PARSED = "The rendezvous configuration "  # begins torch's message, before it calls a creator
+
+
 def ext_c10d() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return the creator for `--rdzv-backend=ext_c10d`; this is its entry point."""
+    _explain_if_ours()
     return create_c10d
 
 
 def ext_etcd() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """Return the creator for `--rdzv-backend=ext_etcd`; this is its entry point."""
+    _explain_if_ours()
     return create_etcd
+
+
+def _explain_if_ours() -> None:
+    words = (*sys.argv[1:], os.environ.get("PET_RDZV_BACKEND", ""))
+    if not BACKENDS.isdisjoint(word.rpartition("=")[2] for word in words):
+        explain_wrong_conf()
+
+
+@functools.cache
+def explain_wrong_conf() -> None:
+    """Have this command end with one line, not with a traceback, where torch cannot parse --rdzv-conf."""
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if kind is not ValueError or not str(error).startswith(NOT_PARSED):
+            before(kind, error, traceback)
+        else:
+            said = str(error).rstrip(".")
+            log_records.say(f"elastic_ext: --rdzv-conf: {said}; expected KEY=VALUE[,KEY=VALUE...]; nothing was started")
+            raise SystemExit(errors.EX_CONFIG)
+
+    before, sys.excepthook = sys.excepthook, hook
 
 
 def create_etcd(params: RendezvousParameters) -> RendezvousHandler:

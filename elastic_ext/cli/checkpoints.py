@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.printable import shown
+from elastic_ext.base.printable import counted, shown
 from elastic_ext.checkpoints import verifying
 from elastic_ext.checkpoints.choice import decisions, hints, listing
 from elastic_ext.checkpoints.directory import catalogue, own_files, upkeep
@@ -200,7 +200,7 @@ def _show(row: catalogue.ListedCheckpoint, found: verifying.Verification, as_jso
     for note in found.notes:
         print_line(f"{row.name}: {note.file}: {note.reason}")
     if found.sound and row.complete:
-        print_line(f"{row.name}: sound, {found.files} files, {format_size(found.size)} read")
+        print_line(f"{row.name}: sound, {counted(found.files, 'file')}, {format_size(found.size)} read")
 
 
 def _pin(args: argparse.Namespace) -> int:

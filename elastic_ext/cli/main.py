@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from io import TextIOWrapper
 from typing import Any, NoReturn
 
+import elastic_ext
 from elastic_ext.base import errors, log_records, printable
 from elastic_ext.cli import checkpoints, plan, print_error, requests, status, timeline
 
@@ -49,6 +50,7 @@ def command() -> NoReturn:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands; each sets `run` to the function that runs it."""
     options = _Parser(prog="elastic-ext", description="Tools for jobs that run under elastic_ext.")
+    options.add_argument("--version", action="version", version=f"elastic_ext {elastic_ext.__version__}")
     options.add_argument(
         "--print-completion",
         action=_PrintCompletion,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from elastic_ext.base import files, records
 from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
+from elastic_ext.base.printable import counted
 from elastic_ext.cli import Commands, job_source, print_error, print_line
 from elastic_ext.timeline import builder, events, model
 
@@ -56,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
         files.write_whole(Path(args.output), draw(drawn))
     except OSError as error:
         raise UsageError(f"timeline: {args.output} cannot be written: {error}") from error
-    print_line(f"{args.output}: {len(drawn.rows)} rows, {len(drawn.interruptions)} failures, {len(drawn.saved)} checkpoints")
+    found = (drawn.rows, "row"), (drawn.interruptions, "failure"), (drawn.saved, "checkpoint")
+    print_line(f"{args.output}: {', '.join(counted(len(each), what) for each, what in found)}")
     return EX_CONFIG if faults else 0
 
 

@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_ext.base.diagnosis import Collective
+from elastic_ext.base.printable import counted
 
 # What a worker waits for, by its stacks, which are in faulthandler's format, innermost frame first, with the main thread last.
 #
@@ -438,7 +439,7 @@ class Stuck(WorkerStatus):
         waits += f", in {self.collective}" if self.collective else ""
         waits += LOCKED if _BATON in _innermost(self.stack) else ""
         return (
-            f"rank {self.rank} made no progress for {self.quiet_s:.3g} s, {self.steps} steps after its start{phase}; "
+            f"rank {self.rank} made no progress for {self.quiet_s:.3g} s, {counted(self.steps, 'step')} after its start{phase}; "
             f"{self.condition}{waits}"
         )
 

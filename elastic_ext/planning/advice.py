@@ -428,7 +428,7 @@ def _notes(job: PlannedJob, expected: Expectation, without_limit: Expectation, t
         best = without_limit.productive
         notes.append(f"an ETTR of {target:.2%} is out of reach: without any wait for nodes it would be {best:.2%}")
     if name := expected.dominates:
-        notes.append(f"most is lost to {name}: {expected.lost[name]:.2%} of the time")
+        notes.append(f"the greatest loss: {name}, {expected.lost[name]:.2%} of the time")
     if hang_limit_s(job.step_s, 1) < hang_s:
         notes.append(
             f"a hang is noticed after {hang_s:.0f} s, since {job.ranks:,} ranks may take as long to connect; hang_timeout sets "

@@ -488,8 +488,8 @@ class Place:
 
     def unheard(self, now: float) -> bool:
         """Return whether the store renews the lease, but has not taken this node's record as it should be."""
-        alive_until, full = self.alive_until(), self.participant.tasks.refusal
-        return self.participant.registration.unwritten and full is None and alive_until is not None and alive_until > now
+        alive_until, refusal = self.alive_until(), self.participant.tasks.refusal
+        return self.participant.registration.unwritten and refusal is None and alive_until is not None and alive_until > now
 
     @property
     def take_s(self) -> float:

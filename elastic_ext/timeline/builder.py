@@ -424,8 +424,8 @@ def _notes(job: Aligned) -> tuple[str, ...]:
             f"{job.largest:.3f} s, and at most {job.residual:.3f} s stay unexplained.",
         ),
         (alone, f"These share no round with the others, so their own clocks count: {alone}."),
-        (dropped, f"{dropped} events were never written, so something may be missing."),
-        (torn, f"The beginning of {torn} agents is missing."),
+        (dropped, f"Events that were never written: {dropped}. So something may be missing."),
+        (torn, f"The beginning of {counted(torn, 'agent')} is missing."),
     )
     return tuple(note for is_so, note in notes if is_so)
 
@@ -466,7 +466,7 @@ def from_status(document: Document, now_unix: float) -> model.Timeline:
         began_unix=began,
         length=length,
         end=f"{'ended: ' if job.state in ENDED_STATES and job.state != 'ended' else ''}{shown(job.state)}",
-        restarts=f"round {job.round}, {job.restarts_charged}{limit} restarts charged",
+        restarts=f"round {job.round}, {counted(job.restarts_charged, 'restart')}{limit} charged",
         rows=(*above, *(_node_row(each, length) for each in nodes)),
         nodes=len(nodes),
         spent={state: seconds / total for state, seconds in spent.items() if state in model.STATES} if total else {},

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import EXT, STOCK, TORCHRUN, Finished, environment, run
+from tests.jobs import AGENT, EXT, STOCK, TORCHRUN, Finished, environment, run
 
 pytestmark = pytest.mark.seam
 
@@ -130,6 +130,17 @@ def test_loading_the_entry_point_imports_no_torch():
     loaded = {name.split(".")[0] for name in out.split()}
     assert "elastic_ext" in loaded
     assert not loaded & {"torch", "numpy", "grpc", "etcd3", "fsspec", "prometheus_client", "asyncio", "socket"}
+
+
+@pytest.mark.parametrize("launcher", [EXT, AGENT], ids=["torchrun", "agent"])
+def test_a_setting_without_a_value_is_one_line(tmp_path, launcher):
+    (tmp_path / "ok.py").write_text("print('started')")
+    job = run([*launcher, "--rdzv-conf=lease_ttl", "ok.py"], tmp_path, forks=False)
+    assert (job.returncode, job.out) == (78, ""), job.all
+    line = job.err.splitlines()[-1]
+    assert " ERROR elastic_ext: --rdzv-conf: " in line
+    assert "'lease_ttl' must have a value specified; expected KEY=VALUE[,KEY=VALUE...]; nothing was started" in line
+    assert "Traceback" not in job.err
 
 
 def test_wrong_usage_under_torchrun(tmp_path):

@@ -29,7 +29,7 @@ def test_for_people(capsys):
         "--nnodes=2048",
         "--max-restarts=",
         "budget_window=",
-        "most is lost to",
+        "the greatest loss: lost steps, ",
     ):
         assert said in out
     assert max(map(len, out.splitlines())) < 140

@@ -236,6 +236,7 @@ def test_culprits(all_, behind):
     [
         (stuck(1), "10 steps after its start; asleep, waits for other ranks"),
         (stuck(1, 0, stack=OWN), "0 steps after its start; asleep"),
+        (stuck(1, 1, stack=OWN), "1 step after its start; asleep"),
         (replace(stuck(1, stack=LOADING), phase="data"), "10 steps after its start, in phase data; asleep"),
     ],
 )

@@ -63,7 +63,7 @@ def test_what_limits_is_named():
     large = advise(replace(JOB, nodes=16_384, state_bytes=45e12, write_bytes_s=10e12, read_bytes_s=10e12))
     assert large.expected.dominates == advice.CONNECT
     text = "\n".join(large.notes)
-    assert "most is lost to connect" in text
+    assert "the greatest loss: connect" in text
     assert "a hang is noticed after 1311 s" in text
     assert "extrapolated" in text
     assert "--connect" in text

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import entry_points
 
 from elastic_ext.base.errors import UsageError
+from elastic_ext.base.printable import counted
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, decode
 from elastic_ext.checkpoints.formats import candidates, layouts, single_files
 from elastic_ext.checkpoints.formats.candidates import (
@@ -58,7 +59,7 @@ def check_own(storage: Storage, entry: Entry, content: Sequence[Entry]) -> Inspe
     faults = [f"{file} {fault}" for file, fault in size_faults(manifest, found).items()]
     if faults:
         return Inspection(False, OWN, layouts.summary(faults))
-    reason = f"manifest intact, {len(manifest.files)} files of the right size"
+    reason = f"manifest intact, {counted(len(manifest.files), 'file')} of the right size"
     return Inspection(True, OWN, reason, found[MANIFEST].mtime, manifest.step, manifest.epoch, manifest.size)
 
 

@@ -15,6 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.base.printable import counted
 from elastic_ext.checkpoints.formats import candidates, single_files
 from elastic_ext.checkpoints.formats.candidates import DCP, HUGGING_FACE, LIGHTNING, NO_OPTIMIZER, UNKNOWN, Inspection
 from elastic_ext.checkpoints.formats.single_files import MAX_BYTES, SAFETENSORS_SUFFIX, PeekError, StandIn, is_count, peek
@@ -207,7 +208,7 @@ def _check_parts(storage: Storage, tree: Tree, documents: Documents) -> Inspecti
     found = Inspection(
         complete=True,
         format=FILES if shards or any(each is not _FOREIGN for each in files) else UNKNOWN,
-        reason=f"all {len(tree.files)} files are whole",
+        reason=f"whole: {counted(len(tree.files), 'file')}",
         written_at=written_at,
         step=next((each.step for each in numbered if each.step is not None), None),
         epoch=next((each.epoch for each in numbered if each.epoch is not None), None),
@@ -437,7 +438,7 @@ def check(storage: Storage, entry: Entry, content: Sequence[Entry], layout: Layo
     """Check a directory of a layout. content: the usable entries directly in it. Raises OSError."""
     try:
         tree = read_tree(storage, entry, content)
-        unknown = Inspection(False, UNKNOWN, f"none of its {len(tree.files)} files is of a known format")
+        unknown = Inspection(False, UNKNOWN, f"{counted(len(tree.files), 'file')}, none of a known format")
         if layout is STEP_DIRECTORY and not (tree.checked() or tree.shard_folders):
             return unknown
         for folder in sorted(tree.folders):

@@ -29,6 +29,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from elastic_ext.base.printable import counted
 from elastic_ext.checkpoints.record import fold
 from elastic_ext.checkpoints.record.fold import EntryRead, OpenSave, SaveFold, SavePiece, Who, pattern_of
 from elastic_ext.checkpoints.record.journal import JournalLine, SaveJournal, SavePath
@@ -244,7 +245,7 @@ class _Judge:
                 return missing
         written, before = len(save.written), max((self.files.get(each, 0) for each in save.names), default=0)
         if written < before and not self._is_usual(save):
-            return f"it has {written} files, and the last proved save of this name has {before}"
+            return f"it has {counted(written, 'file')}, and the last proved save of this name has {before}"
         return ""
 
     def _is_usual(self, save: OpenSave) -> bool:
@@ -279,7 +280,7 @@ class _Judge:
         through = {self.saves.journals[who[0]].rank for who in save.pieces if who in self.saves.steppers}
         for rank, count in sorted(self.steps.items()):
             if count <= save.count and rank not in left and rank not in through:
-                return f"rank {rank} has made {count} steps, not more than the {save.count} of the save"
+                return f"rank {rank} has made {counted(count, 'step')}, not more than the {save.count} of the save"
         return ""
 
     def seen(self, save: OpenSave, proved: bool, why: str) -> RecordedSave:

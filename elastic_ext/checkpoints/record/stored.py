@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from elastic_ext.base import records
+from elastic_ext.base.printable import counted
 from elastic_ext.checkpoints.directory.own_files import MARKERS
 from elastic_ext.checkpoints.formats.candidates import ANY, order_of
 from elastic_ext.checkpoints.record.fold import EntryRead, pattern_of
@@ -147,7 +148,7 @@ def trust(save: StoredSave, found: Mapping[str, Entry]) -> tuple[Trust, str]:
     if save.proved:
         return Trust.PROVED, save.why
     if save.kept:
-        return Trust.TORN, f"it holds {save.kept} files of an older save: {save.why}"
+        return Trust.TORN, f"it holds {counted(save.kept, 'file')} of an older save: {save.why}"
     return Trust.UNPROVED, save.why
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic_ext.base.printable import counted
 from elastic_ext.checkpoints import state
 from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, Manifest, ManifestError, StoredFile, checksum
@@ -125,7 +126,7 @@ class Selection:
         holders = {file.name: tuple(node for node, files in here.items() if file.name in files) for file in manifest.files}
         lost = [file for file, nodes in holders.items() if not nodes]
         if lost:
-            raise CheckpointError(f"{path}: {len(lost)} files are on no node, e.g. {lost[0]}")
+            raise CheckpointError(f"{path}: {counted(len(lost), 'file')} on no node, e.g. {lost[0]}")
         return Parts(tier, name, manifest, holders)
 
 

@@ -69,6 +69,12 @@ def test_our_own_whole_and_without_a_part(tmp_path: Path, file: str) -> None:
         assert inspected(tmp_path, torn) == Inspection(False, OWN, f"no {MANIFEST}, the save did not finish")
 
 
+def test_one_file_is_counted_as_one(tmp_path: Path) -> None:
+    (tmp_path / "step_5").mkdir()
+    torch.save({"step": 5, "model": {}, "optimizer": {}}, tmp_path / "step_5" / "state.pt")
+    assert inspected(tmp_path, "step_5").reason == "whole: 1 file"
+
+
 def test_a_later_group_is_newer_whatever_its_step(tmp_path: Path) -> None:
     save_own(tmp_path, 900, 1)
     newest = save_own(tmp_path, 50, 2)

@@ -182,7 +182,7 @@ def test_files_of_earlier_rounds_count() -> None:
     fewer = journals("0 s 1\n0 w 6 step_6/model\n0 s 7")
     assert newest(prove(fewer, {})) == "step_6"
     assert (
-        of(prove(fewer, {}, before={"step_#": 2}), "step_6").why == "it has 1 files, and the last proved save of this name has 2"
+        of(prove(fewer, {}, before={"step_#": 2}), "step_6").why == "it has 1 file, and the last proved save of this name has 2"
     )
 
 

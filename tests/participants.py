@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 from elastic_ext.base.settings import Settings
-from elastic_ext.rendezvous.place import Participant, Patience, Place
+from elastic_ext.rendezvous.patience import Patience
+from elastic_ext.rendezvous.place import Participant, Place
 from elastic_ext.rendezvous.round_part import EtcdRound
 from elastic_ext.rendezvous.round_records import Assignment, Header
 

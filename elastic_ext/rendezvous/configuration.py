@@ -20,6 +20,7 @@ from elastic_ext.base.settings import Settings
 SCHEMA = 1
 MAX_TEXT = 1024  # characters of a value: the longest key in S3
 MOST_KEYS = 3  # in a message
+MOST_VALUES = 3  # of a key
 MOST_NAMES = 3  # of nodes, for one value
 NOT_SET = "not set"
 TO_DO = "give all nodes of a job the same script and settings, and each job an --rdzv-id of its own"
@@ -111,6 +112,13 @@ def with_job(job: Configuration, mine: Configuration) -> Disagreement:
     return _compared([("in the job", job), ("on this node", mine)])
 
 
+def merged(nodes: Sequence[Configuration]) -> Configuration:
+    """Return what a job runs with, from nodes that do not differ: those of each role have a script of their own."""
+    alike = {value.key: value for each in nodes for value in each.alike}
+    logged = {value.key: value for each in nodes for value in each.logged}
+    return Configuration("", tuple(alike.values()), tuple(logged.values()))
+
+
 def _compared(placed: Sequence[tuple[str, Configuration]], at: str = "") -> Disagreement:
     """Another version has other settings: only what two nodes or more have is compared. at: stands before names of places."""
     alike = _differing([(place, each.alike) for place, each in placed], at)
@@ -129,9 +137,10 @@ def _differing(placed: Sequence[tuple[str, Sequence[ConfiguredValue]]], at: str)
 
 def _phrase(key: str, by_text: Mapping[str, Sequence[str]], at: str) -> str:
     """checkpoint_dir=/a on n1, n2 and 3 more, but not set on n6"""
-    shown = []
-    for text, places in sorted(by_text.items(), key=lambda each: (each[0] == NOT_SET, -len(each[1]))):
+    shown, ordered = [], sorted(by_text.items(), key=lambda each: (each[0] == NOT_SET, -len(each[1])))
+    for text, places in ordered[:MOST_VALUES]:
         more = f" and {len(places) - MOST_NAMES} more" if len(places) > MOST_NAMES else ""
         value = text if text == NOT_SET else f"{key}={text}"
         shown.append(f"{value} {at}{', '.join(places[:MOST_NAMES])}{more}")
-    return ", but ".join(shown)
+    more = f", and {len(ordered) - MOST_VALUES} more values" if len(ordered) > MOST_VALUES else ""
+    return ", but ".join(shown) + more

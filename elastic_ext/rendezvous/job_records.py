@@ -180,9 +180,16 @@ class JobRecords:
     def _adopt(self, theirs: SharedSettings) -> None:
         """Join nodes that were started with another --nnodes. Those of a launch before this one are gone once they are outwaited.
 
-        Raises LostRace.
+        Raises:
+            LostRace
+            UsageError: one of them was started for one node alone, as without --nnodes, and has the loopback for its address.
         """
         self._outwait(f"nodes with another {theirs} are there")
+        if 1 in (theirs.max_nodes, self._mine.max_nodes):
+            raise errors.UsageError(
+                f"the job under this --rdzv-id runs with {theirs}, this node was started with {self._mine}: give all nodes of a "
+                "job the same --nnodes, and each job an --rdzv-id of its own"
+            )
         self._shared = dataclasses.replace(self._mine, min_nodes=theirs.min_nodes, max_nodes=theirs.max_nodes)
         logger.warning("the job runs with %s, this node was started with %s: the job's holds", theirs, self._mine)
 
@@ -253,20 +260,29 @@ class JobRecords:
             return written
         return job.lease_id
 
-    def compare(self, mine: str) -> None:
-        """Compare what this node runs with to what the job does. mine: a `Configuration`, encoded; "": unknown.
+    def compare(self, mine: str, found: JobSnapshot | None = None) -> bool:
+        """Compare what this node runs with to what the job does. Return False if that is unknown: its record may be lost.
 
-        Raises UsageError: this node does not belong to the job, or its settings must be mended first.
+        mine: a `Configuration`, encoded; "": unknown. found: the job that this node is about to enter; None: it is in it.
+
+        Raises:
+            LostRace: this node differs, and that job has no nodes any more, or perhaps only killed ones, whose leases soon end.
+            UsageError: this node does not belong to the job, or its settings must be mended first.
         """
-        found = self._client.get(self._keys.configuration).kv if mine else None
-        job = self._reader.configuration(found) if found is not None else None
-        if job is None:  # the leader is of a version without that record, or it was lost: the next round has it again
-            return
+        record = self._client.get(self._keys.configuration).kv if mine else None
+        job = self._reader.configuration(record) if record is not None else None
+        if job is None:
+            return not mine
         differs = configuration.with_job(job, configuration.decode(mine, "this node's own"))
         if differs.wrong:
+            if found is not None and not (self._own_store and found.header.state is State.DONE):
+                if self._delete_abandoned(found):
+                    raise LostRace("a job that differed has no nodes any more, and was deleted")
+                self._outwait(f"nodes that differ are there: {differs.wrong}")
             raise errors.UsageError(f"this node cannot take part in the job under this --rdzv-id: {differs.wrong}; {TO_DO}")
         if differs.noted:
             logger.warning("this node differs from the job that it joins: %s", differs.noted)
+        return True
 
     def _is_of(self, header: KeyValue | None, name: str) -> bool:
         found = self._reader.header(header) if header is not None else None

@@ -80,7 +80,7 @@ class Leader:
         self._look_posted = False  # a look at the events is already queued: one for many events
         self._members = Members(context, header, outage)
         self._members.load()  # first: if it fails, this object is created again, and nothing would close the watches
-        self._records = NodeRecords(context, registration, self._post_look, self._on_member_of_lost_round)
+        self._records = NodeRecords(context, registration.created, self._post_look, self._on_member_of_lost_round)
         self._upkeep = JobUpkeep(context, header, restore)
 
     def close(self) -> None:
@@ -131,7 +131,8 @@ class Leader:
     def _view(self) -> rounds.View:
         header, records = self._header.value, self._records
         members = self._members.known(records.nodes)
-        strangers = records.configurations.strangers(records.nodes.keys() - members.keys()) if header.round else ()
+        others = sorted(records.nodes.keys() - members.keys(), key=records.joined.__getitem__) if header.round else ()
+        strangers = records.configurations.strangers(others, header.round, members)
         view = rounds.View(
             header,
             {id_: node for id_, node in records.nodes.items() if id_ not in strangers},
@@ -200,8 +201,8 @@ class Leader:
         for host in sorted(drains.ambiguous_hosts(view.nodes)):
             _warn_of_name(host)
         puts = [Put(keys.assignment(id_), encode(assignment), lease_id=lease_id) for id_, assignment in assignments.items()]
-        if mine := self._records.configurations.mine:
-            puts = [Put(keys.configuration, mine, lease_id=lease_id), *puts]
+        if known := self._records.configurations.of_round(header.round, action.order):
+            puts = [Put(keys.configuration, configuration.encode(known), lease_id=lease_id), *puts]
         for at in range(0, len(puts), OPS_PER_TXN):
             written = client.txn([self._header.unchanged, self._still_leading], puts[at : at + OPS_PER_TXN])
             if not written.succeeded:
@@ -385,13 +386,13 @@ class NodeRecords:
     def __init__(
         self,
         context: NodeContext,
-        registration: Registration,
+        created: int,
         on_event: Callable[[], None],
         on_member_of_lost_round: Callable[[], None],
     ) -> None:
         """
         Args:
-            registration: of the leader.
+            created: create revision of the leader's key.
             on_event: called from any thread when `read` has something to read.
             on_member_of_lost_round: called when a node comes whose record says that it is in a round.
         """
@@ -400,8 +401,8 @@ class NodeRecords:
         self.written: dict[str, int] = {}  # revision of each node's record, by id
         self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
         self.comparison = Comparison()  # of what their workers have hashed of their replicas
-        self.configurations = NodeConfigurations(context, registration.configuration)
-        self._context, self._created = context, registration.created
+        self.configurations = NodeConfigurations(context)
+        self._context, self._created = context, created
         self._on_member_of_lost_round = on_member_of_lost_round
         self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
         self._known: dict[str, tuple[Node, int]] = {}  # the last readable record of each node, and its lease
@@ -474,13 +475,12 @@ class NodeRecords:
 
 
 class NodeConfigurations:
-    """What each node runs with that is in no round yet. Each is read once. For the rendezvous thread."""
+    """What the nodes run with. Each is read once. For the rendezvous thread."""
 
-    def __init__(self, context: NodeContext, mine: str) -> None:
-        """mine: what this node runs with, encoded; "": unknown."""
-        self.mine = mine
+    def __init__(self, context: NodeContext) -> None:
         self._context = context
         self._read: dict[str, Configuration | None] = {}  # by id; None: of a version that does not write it
+        self._of_round: tuple[int, Configuration | None] = (0, None)  # what that round runs with
 
     def differ(self, nodes: Collection[str]) -> str:
         """Return in what these nodes differ that must be alike. Log what else they differ in."""
@@ -489,12 +489,24 @@ class NodeConfigurations:
             _warn_of_settings(found.noted)
         return found.wrong
 
-    def strangers(self, nodes: Collection[str]) -> Collection[str]:
-        """Return which of these nodes differ from the job in what must be alike: no round grows by them, and they leave."""
-        if not (self.mine and nodes):
-            return ()
-        job = configuration.decode(self.mine, "this node's own")
-        return [id_ for id_, known in self._known(nodes).items() if configuration.with_job(job, known).wrong]
+    def of_round(self, round_: int, members: Collection[str]) -> Configuration | None:
+        """Return what the members of this round run with; None: no one says."""
+        if self._of_round[0] != round_ or self._of_round[1] is None:
+            known = list(self._known(members).values())
+            self._of_round = round_, configuration.merged(known) if known else None
+        return self._of_round[1]
+
+    def strangers(self, nodes: Collection[str], round_: int, members: Collection[str]) -> Collection[str]:
+        """Return which of these nodes differ in what must be alike from the members of this round, or from one that came before
+        them: no round grows by them, and they leave.
+        """
+        found, job = list[str](), self.of_round(round_, members) if nodes else None
+        for id_, known in self._known(nodes).items():
+            if job is not None and configuration.with_job(job, known).wrong:
+                found.append(id_)
+            else:
+                job = configuration.merged([job, known] if job is not None else [known])
+        return found
 
     def _known(self, nodes: Collection[str]) -> Mapping[str, Configuration]:
         keys, reader, new = self._context.keys, self._context.reader, [id_ for id_ in nodes if id_ not in self._read]

@@ -37,7 +37,7 @@ class Registration:
         self.session: LeaseSession | None = None  # the lease; None at the same times
         self.created = 0  # create revision of the node's key; 0 before the node has entered
         self.configuration = ""  # what this node runs with, encoded; "": unknown
-        self.compared = False  # with the job, by the leader before the first round or by this node itself
+        self.compared = ""  # `Header.job` of the job with which this node was compared, by a leader or on its own
         # Monotonic time when somebody has deleted the key: the others may continue without this node. Any thread may read it. It
         # is set before a header is read that was written after the delete.
         self.deleted_at = -math.inf

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch.distributed.elastic import rendezvous
@@ -22,20 +22,24 @@ from elastic_ext.base import contracts, diagnosis, errors, name_lookup, printabl
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, unchanged, values
-from elastic_ext.failures import ledger, slurm
+from elastic_ext.failures import ledger
 from elastic_ext.rendezvous import drains, header_record, job_status, judging, leader, round_store, rounds
 from elastic_ext.rendezvous.address import check_own, checked_address, host_of, is_loopback, network, own_address, own_name
 from elastic_ext.rendezvous.configuration import TO_DO
 from elastic_ext.rendezvous.contract import ETCD, JOIN_TIMEOUT_S, JobDone
 from elastic_ext.rendezvous.fence import Fence
-from elastic_ext.rendezvous.job_records import JobRecords, LateJoins
+from elastic_ext.rendezvous.job_records import JobRecords, JobSnapshot, LateJoins
 from elastic_ext.rendezvous.keys import JobKeys, checked, checked_given
 from elastic_ext.rendezvous.links import Links, Peers
 from elastic_ext.rendezvous.own_records import OwnAssignment, OwnOffer, OwnWatches, Registration
+from elastic_ext.rendezvous.patience import Patience, limits_of, silent_s
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, RecordReader, State, encode
 from elastic_ext.rendezvous.tasks import Dispatcher, HostRefused, LostRace, NodeConfig, NodeContext, Outage, TaskRunner
 
 logger = logging.getLogger(__name__)
+
+
+COMPARE_AGAIN_S = 5.0  # a lost record of what the job runs with is written again by then
 
 
 class NodesDiffer(errors.UsageError):
@@ -200,7 +204,7 @@ class Participant:
         else:
             found = self._job_records.read_or_create()
             if found.header.round and found.header.state is not State.CLOSED:  # else another job is to begin
-                self._compare()
+                self._compare(found)
             self.header_record.enter(found)
             registration.write()
         self._on_header()
@@ -212,14 +216,18 @@ class Participant:
         if self.election.leader is not None:
             self.election.on_timer()
 
-    def _compare(self) -> None:
-        """Raises UsageError: this node cannot take part in the job."""
-        if not self.registration.compared:
-            self._job_records.compare(self.registration.configuration)
-            self.registration.compared = True
+    def _compare(self, found: JobSnapshot | None = None) -> None:
+        """found: see `JobRecords.compare`. Raises LostRace; UsageError: this node cannot take part in the job."""
+        job = found.header.job if found is not None else self.header.job
+        if self.registration.compared == job:
+            return
+        if self._job_records.compare(self.registration.configuration, found):
+            self.registration.compared = job
+        elif found is None:
+            self.tasks.retry(self._compare, COMPARE_AGAIN_S)
 
     def _on_joined(self) -> None:
-        self.registration.compared = True
+        self.registration.compared = self.header.job
         self._on_change()
         self.tasks.post(self.election.follow)
         if self._assignment.doubtful:
@@ -231,8 +239,9 @@ class Participant:
 
     def _on_header(self) -> None:
         self._assignment.join_if_assigned()
-        if self.header.round and not self.registration.compared and self.registration.created:
-            self.tasks.retry(self._compare)  # it came as the first round was sealed; a member of that has joined by then
+        if self.header.round and self.registration.compared != self.header.job and self.registration.created:
+            # It came as a round was sealed. A member of that has joined when the retry comes; at the end no one joins any more.
+            (self.tasks.run if self.header.ended else self.tasks.retry)(self._compare)
         self._on_change()
 
     def _on_own_assignment(self, kv: values.KeyValue) -> None:
@@ -261,7 +270,7 @@ class RecordRepair:
         round           the same: the node writes the header that it remembers. A header that `precedes` it was brought back by a
                         node that had missed events, and is replaced. So the newest header that any node knows comes back.
         assign/ID       its node writes it again, while the header is still of that round
-        config          the leader writes it with each round
+        config          the leader writes it with each round; if it is lost, each node that was compared with this job
         last, ledger, charges, refused: lost records are forgotten
 
     Invariant: each of these writes is conditional on the record still being missing.
@@ -316,6 +325,7 @@ class RecordRepair:
         if rounds.needs_restoring(header.readable(found) if found is not None else None, header.value):
             header.write_again()
         self._restore_assignment(assignment)
+        self._restore_configuration()
         if own is None or own.create_revision != self._registration.created:  # written by a try whose answer was lost
             self.write_own_key()
 
@@ -329,6 +339,13 @@ class RecordRepair:
         put = Put(key, encode(assignment), lease_id=header.lease_id)
         if not context.client.txn([same, header.unchanged], [put]).succeeded:
             raise LostRace("the header changed while this node's assignment was being written again")
+
+    def _restore_configuration(self) -> None:
+        """Write what this node runs with as what the job does, if that is lost: the two do not differ."""
+        context, header, mine = self._context, self._header, self._registration.configuration
+        if mine and header.value.round and self._registration.compared == header.value.job:
+            key = context.keys.configuration
+            context.client.txn([unchanged(key, 0), header.unchanged], [Put(key, mine, lease_id=header.lease_id)])
 
     def write_own_key(self) -> None:
         """Write the node's own key, which is gone or overwritten. The record names the round of its workers: nothing else may
@@ -374,68 +391,6 @@ START_S = 60.0
 LEAVE_TIMEOUT_S = 3.0
 POLL_S = 1.0  # how often a waiting main thread looks for a signal that was lost
 TAKE_S = 60.0  # for the store to take this node's record: a dozen tries
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long a node waits for a round (`join_timeout`), and for how many nodes."""
-
-    timeout_s: float
-    min_nodes: int
-    max_nodes: int
-    # For the job's own store, once the lease has expired without an answer; then it counts as lost, with its host.
-    silent_s: float = math.inf
-
-    @property
-    def over(self) -> str:
-        """What the node says when it leaves."""
-        return (
-            f"no round was formed in {self.timeout_s:g} s (join_timeout), --nnodes={self.min_nodes}:{self.max_nodes}: too few "
-            "nodes came, so this one leaves; start it again when more are there, or raise join_timeout"
-        )
-
-    @property
-    def store_lost(self) -> str:
-        """What the node says when it leaves because the job's own store is lost."""
-        return (
-            f"the job's own store has not answered for {self.silent_s:g} s since this node's lease expired (rejoin_timeout): it "
-            "is lost with its host, which cannot come back in a step of Slurm, or this node is cut off for longer than the job "
-            "waits for it, so this node leaves; start the job again unless other nodes go on"
-        )
-
-
-REJOIN_MARGIN_S = 5.0  # for the agent of a node that was only cut off: to hear of it, and to register again
-
-
-def rejoin_s(settings: Settings, environ: Mapping[str, str]) -> float | None:
-    """Return how many seconds the job waits for lost nodes; None: as long as each node waits for a round (`join_timeout`).
-
-    In a step of Slurm no agent is started again, so only a node that was cut off can come.
-    """
-    if settings.rejoin_timeout is None and slurm.in_step(environ):
-        return settings.lease_ttl + REJOIN_MARGIN_S
-    return settings.rejoin_timeout
-
-
-def limits_of(params: rendezvous.RendezvousParameters, settings: Settings, environ: Mapping[str, str]) -> rounds.Limits:
-    """Return this node's limits for the rounds of a job that it leads.
-
-    Invariant: the last call is over before a node that waits for a round leaves.
-    """
-    last_call_s = min(settings.last_call, torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S) / 2)
-    return rounds.Limits(params.min_nodes, params.max_nodes, last_call_s, settings.settle, rejoin_s(settings, environ))
-
-
-def silent_s(settings: Settings, environ: Mapping[str, str], on_one_host: bool) -> float:
-    """Return `Patience.silent_s`. on_one_host: the job has brought its store, on one of its hosts.
-
-    Elsewhere than in a step of Slurm that may come back, and so may a store that is not the job's. One on several hosts outlives
-    the loss of one: where it is silent this node is cut off, more likely, and the job goes on meanwhile.
-
-    Invariant: a node that is only cut off does not leave while the others wait for it; they do so from the end of its lease on.
-    """
-    rejoin = rejoin_s(settings, environ)
-    return rejoin if rejoin is not None and on_one_host and slurm.in_step(environ) else math.inf
 
 
 class InterruptibleCondition(threading.Condition):

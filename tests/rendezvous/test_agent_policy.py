@@ -17,7 +17,7 @@ from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
 from elastic_ext.failures.policy import Decision
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
-from elastic_ext.rendezvous.place import limits_of, rejoin_s, silent_s
+from elastic_ext.rendezvous.patience import limits_of, rejoin_s, silent_s
 from elastic_ext.rendezvous.round_records import State
 from elastic_ext.rendezvous.rounds import Limits
 

@@ -139,6 +139,22 @@ def test_another_nnodes_gives_way_to_the_jobs(world, start):
     assert (records.limits.min_nodes, records.limits.max_nodes) == (3, 3)
 
 
+@pytest.mark.parametrize(("theirs", "mine"), [(1, 2), (2, 1)])
+def test_a_forgotten_nnodes_is_refused(world, start, theirs, mine):
+    """Without it torchrun takes 1, and such a node has the loopback for its address."""
+    client = Client(world)
+    start(client, "a", theirs)
+    register(client)
+    records = start.records(client, "b", mine)
+    with pytest.raises(LostRace):
+        records.read_or_create()
+    world.run(5)
+    with pytest.raises(
+        UsageError, match=f"runs with --nnodes={theirs}:{theirs}, this node was started with --nnodes={mine}:{mine}"
+    ):
+        records.read_or_create()
+
+
 @pytest.mark.parametrize(
     ("first", "second", "fits"),
     [("", "", True), ("m/1", "m/1", True), ("m/1", "m/2", False), ("m/1", "", True), ("", "m/1", True)],

@@ -16,7 +16,8 @@ from elastic_ext.failures.ledger import Report
 from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.judging import AgentPolicy
-from elastic_ext.rendezvous.place import Patience, Place
+from elastic_ext.rendezvous.patience import Patience
+from elastic_ext.rendezvous.place import Place
 from elastic_ext.rendezvous.round_part import EtcdRound, round_end
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.rounds import STALLED
@@ -82,7 +83,7 @@ def heard_node(header: Header, unwritten: bool = False, alive_s: float = 99.0, f
         update=lambda change: None,
         change_header=lambda *args: None,
         registration=SimpleNamespace(unwritten=unwritten, lease=(7, time.monotonic() + alive_s), deleted_at=-math.inf),
-        tasks=SimpleNamespace(etcd_full=full),
+        tasks=SimpleNamespace(refusal=full),
         client=SimpleNamespace(endpoints=("10.0.0.1:2379",)),
         context=SimpleNamespace(config=SimpleNamespace(node_id="n")),
     )
@@ -94,7 +95,7 @@ RUNS, BROKE = Header(1, State.RUNNING, 2, 2, seal="s"), Header(1, State.BROKEN, 
 def part_of(monkeypatch: pytest.MonkeyPatch, header: Header, patience_s: float = 0.0, **node) -> EtcdRound:
     """The part of a node to which any time without a word of the store is too long."""
     monkeypatch.setattr(Place, "take_s", 0.0)
-    policy = AgentPolicy(Settings(), 1, lambda: None)
+    policy = AgentPolicy(Settings(), lambda: None)
     place = dataclasses.replace(place_of(heard_node(header, **node)), patience=Patience(patience_s, 1, 1), policy=policy)
     return EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1)
 
@@ -172,7 +173,7 @@ def test_nodes_await_later_finishers_without_limit(monkeypatch):
     """Whatever torch's exit barrier is told, a node that left before the others would be a lost one."""
     monkeypatch.setenv("TORCH_ELASTIC_EXIT_BARRIER_TIMEOUT", "0")
     header = Header(1, State.RUNNING, 2, 2, seal="s")
-    registration, tasks = SimpleNamespace(unwritten=False, lease=(7, math.inf)), SimpleNamespace(etcd_full=None)
+    registration, tasks = SimpleNamespace(unwritten=False, lease=(7, math.inf)), SimpleNamespace(refusal=None)
     participant = SimpleNamespace(header=header, failure=None, update=lambda change: None, registration=registration, tasks=tasks)
     limits = []
 

@@ -132,7 +132,8 @@ class Leader:
         header, records = self._header.value, self._records
         members = self._members.known(records.nodes)
         others = sorted(records.nodes.keys() - members.keys(), key=records.joined.__getitem__) if header.round else ()
-        strangers = records.configurations.strangers(others, header.round, members)
+        there = [id_ for id_ in members if id_ in records.nodes]  # what the others run with is not there either
+        strangers = records.configurations.strangers(others, header.round, there)
         view = rounds.View(
             header,
             {id_: node for id_, node in records.nodes.items() if id_ not in strangers},

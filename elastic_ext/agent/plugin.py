@@ -58,7 +58,7 @@ def explain_wrong_conf() -> None:
             before(kind, error, traceback)
         else:
             said = str(error).rstrip(".")
-            log_records.say(f"elastic_ext: --rdzv-conf: {said}; expected KEY=VALUE[,KEY=VALUE...]; nothing was started")
+            errors.say_end(f"--rdzv-conf: {said}; expected KEY=VALUE[,KEY=VALUE...]; nothing was started", errors.EX_CONFIG)
             raise SystemExit(errors.EX_CONFIG)
 
     before, sys.excepthook = sys.excepthook, hook

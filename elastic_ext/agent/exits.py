@@ -68,9 +68,7 @@ class JobEnd:
     """How the job of this process has ended, as far as that decides its exit code."""
 
     preset: str = "design"  # a key of policy.EXIT_CODES
-    # verdict_code, why: of the verdict that ended the job; a signal that arrives later does not change it
-    verdict_code: int | None = None
-    why: str = ""
+    verdict_code: int | None = None  # of the verdict that ended the job; a signal that arrives later does not change it
     succeeded: bool = False  # the job, and no exception has come since
 
 
@@ -79,7 +77,7 @@ job = JobEnd()
 
 def install(preset: str) -> None:
     """Make the end of a job, by an exception or by success, end this process. preset: a key of policy.EXIT_CODES."""
-    job.preset, job.verdict_code, job.why, job.succeeded = preset, None, "", False
+    job.preset, job.verdict_code, job.succeeded = preset, None, False
     if getattr(sys.excepthook, "__name__", "") != _hook.__name__:
         _hook.before = sys.excepthook  # type: ignore[attr-defined]
         sys.excepthook = _hook
@@ -140,10 +138,11 @@ def say_last(error: BaseException, code: int) -> None:
     if isinstance(error, ChildFailedError):
         why = error.failures.why
         if why and is_launcher():
-            print(error, file=sys.stderr)  # torch's own text, without the launcher's frames before it
+            kind = type(error)  # torch's own text as people know it, without the launcher's frames before it
+            print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
     elif isinstance(error, SignalException):
         who = "the user: " if error.sigval in USER_SIGNALS else ""
-        why = job.why or f"stopped by {who}{torch_private.received(error).name}"
+        why = f"stopped by {who}{torch_private.received(error).name}"
     elif isinstance(error, KeyboardInterrupt):
         why = "stopped by the user: SIGINT"
     elif isinstance(error, errors.NodeDrained):  # nothing went wrong

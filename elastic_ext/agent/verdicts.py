@@ -411,7 +411,8 @@ class Verdicts:
         """Publish the verdict and return the result of the agent. decision: for this node. failures: torch's, by global rank."""
         code, here = self._publish(verdict, decision), min((each.local_rank for each in failures.values()), default=-1) >= 0
         shown_here = here and verdict.shown_by in ("", self._handler.node_id)
-        return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, code, exits.job.why if shown_here else ""))
+        why = cut(f"{decision.word}: {decision.reason}", MOST_LAST) if shown_here else ""
+        return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, code, why))
 
     def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:
         """Stop although training is done: these checkpoints are on this node only. A new agent on this node would copy them."""
@@ -444,7 +445,7 @@ class Verdicts:
         """Write the verdict where schedulers look; return the exit code."""
         code = decision.exit_code or EX_FAILED  # never 0: the job has not finished
         self._handler.closing = for_others(verdict, self._settings.exit_codes)
-        exits.job.verdict_code, exits.job.why = code, cut(f"{decision.word}: {decision.reason}", MOST_LAST)
+        exits.job.verdict_code = code
         exits.publish(json.loads(encode_verdict(replace(verdict, decision=decision))), self._settings.verdict_file)
         if verdict.replaces(self._handler.node_id) and decision.kind == diagnosis.HARDWARE:
             launch.report_bad_node(self._settings, self._handler.host, decision.reason)

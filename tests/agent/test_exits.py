@@ -201,7 +201,7 @@ def assert_last(job: Finished, code: int, said: str) -> None:
 
 ENDED_BY = [
     (signal.SIGINT, 130, "stopped by the user: SIGINT"),
-    (signal.SIGTERM, 75, "requeue: the agent received SIGTERM: the agent was asked to stop"),
+    (signal.SIGTERM, 75, "stopped by SIGTERM"),
 ]
 JOB = """
 import signal, sys

@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 RAISED = 1  # exit code of a worker that an exception ends
 PLATFORM_S = 2.0  # time for the platform to say why the agent has to stop
-MOST_LAST = 300  # characters of the last line: the log has more
 
 
 @dataclass(frozen=True)
@@ -278,8 +277,12 @@ def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Dia
     return shown(line)
 
 
+def _done(decision: Decision, where: str = "") -> str:
+    return f"{decision.action.value}: {where}{decision.reason} (kind {decision.kind}, rule {decision.rule})"
+
+
 def _line(decision: Decision, where: str = "") -> str:
-    line = f"elastic_ext: {decision.action.value}: {where}{decision.reason} (kind {decision.kind}, rule {decision.rule})"
+    line = f"elastic_ext: {_done(decision, where)}"
     if decision.action is Action.STOP and decision.exit_code is not None:
         line += f"; exit code {decision.exit_code}"
     return f"{line}; in {decision.delay_s:.1f} s" if decision.delay_s > 0 else line
@@ -411,7 +414,7 @@ class Verdicts:
         """Publish the verdict and return the result of the agent. decision: for this node. failures: torch's, by global rank."""
         code, here = self._publish(verdict, decision), min((each.local_rank for each in failures.values()), default=-1) >= 0
         shown_here = here and verdict.shown_by in ("", self._handler.node_id)
-        why = cut(f"{decision.word}: {decision.reason}", MOST_LAST) if shown_here else ""
+        why = _done(decision) if shown_here else ""
         return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, code, why))
 
     def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:

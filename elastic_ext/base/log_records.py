@@ -8,7 +8,6 @@ sequences, line breaks that forge records, or credentials in a URL.
 
 from __future__ import annotations
 
-import copy
 import logging
 import numbers
 import os
@@ -53,7 +52,7 @@ def node() -> str:
 def configure(level: str) -> None:
     """Show the records of all libraries from this level up as lines on stderr, unless logging is configured already."""
     install()
-    handler = logging.StreamHandler()
+    handler = _Lines()
     handler.setFormatter(LineFormatter())
     logging.basicConfig(handlers=[handler], level=level)
 
@@ -85,6 +84,15 @@ def _beginning(record: logging.LogRecord) -> str:
     return f"{record.asctime} {node()} {record.levelname} "
 
 
+class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
+    """Lines on stderr. A signal that ends this process while one is written is no error of the log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if hasattr(sys.exc_info()[1], "sigval"):  # torch's SignalException
+            raise
+        super().handleError(record)
+
+
 class _Cleaner(logging.Handler):
     """A handler that runs before all others: logging calls the handlers of a logger first, then those of its parents."""
 
@@ -100,7 +108,7 @@ class _Cleaner(logging.Handler):
         last = logging.lastResort
         if last and record.levelno >= last.level and _has_no_other(record.name):
             if last.formatter is None and not self._plain:
-                last = copy.copy(last)
+                last = _Lines()
                 last.setFormatter(LineFormatter())
             last.handle(record)
 

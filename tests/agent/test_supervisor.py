@@ -84,7 +84,8 @@ def test_a_rank_that_ends_early_is_named(tmp_path):
     job = run([*EXT, "--nproc-per-node=2", "--max-restarts=10", "early.py"], tmp_path)
     assert job.returncode == 65, job.all
     said = "rank 1 ended with 0 at step 12 since it started, the others wait for it"
-    assert re.findall(r"ERROR elastic_ext: (\w+): (.*), as with a bug", job.err) == [("restart", said), ("stop", said)]
+    found = re.findall(r"ERROR elastic_ext: (\w+): (.*), as with a bug", job.err)
+    assert found == [("restart", said), ("stop", said), ("stop", said)], "at once, and as the last line"
     assert "also ended" not in job.err
 
 
@@ -143,7 +144,9 @@ def test_an_early_bug_stops_the_job_traceback_last(tmp_path):
     tail = job.err[job.err.index("Root Cause (first observed failure):") :]
     assert '{}["missing"]' in tail
     assert "rank      : 1" in tail
-    assert tail.rstrip().splitlines()[-1].startswith("===")
+    *_, end, last = tail.splitlines()
+    assert end.startswith("===")
+    assert "elastic_ext: stop: rank 1 raised KeyError" in last
 
 
 @pytest.mark.parametrize(

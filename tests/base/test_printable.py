@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -316,3 +317,21 @@ def test_checkpoint_dir_credentials_are_never_shown(tmp_path):
     assert "memory://***@bucket/x" in done.err
     kept = [text for path in (tmp_path / "local").rglob("*") if path.is_file() and (text := path.read_text())]
     assert kept == ["memory://***@bucket/x"]
+
+
+class Signal(Exception):
+    """As torch's: raised by a signal handler, wherever the main thread is."""
+
+    sigval = 15
+
+
+def test_a_signal_goes_through_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logging would print it as an error of its own, with a traceback of our files, and go on."""
+
+    class Interrupted(io.StringIO):
+        def write(self, text: str) -> int:
+            raise Signal
+
+    monkeypatch.setattr(sys, "stderr", Interrupted())
+    with pytest.raises(Signal):
+        log_records._Lines().handle(logging.makeLogRecord({"msg": "a line"}))

@@ -199,6 +199,7 @@ def assert_last(job: Finished, code: int, said: str) -> None:
     assert not re.search(r'^ *File ".*/elastic_ext/', job.err, re.MULTILINE), job.err
 
 
+LISTENS = ["env", "--default-signal=INT"]  # a shell has its background jobs ignore it
 ENDED_BY = [
     (signal.SIGINT, 130, "stopped by the user: SIGINT"),
     (signal.SIGTERM, 75, "stopped by SIGTERM"),
@@ -220,8 +221,8 @@ def test_the_last_line_is_ours(tmp_path, launcher):
     assert failed.err.count("Root Cause (first observed failure)") == 1
     assert_last(failed, 65, "stop: rank 0 raised KeyError: 'lr' at job.py:4 in <module>: raised before the first optimizer step")
     for number, code, said in ENDED_BY:
-        with Job([*launcher, "job.py"], tmp_path) as job:
-            job.wait_for("up")
+        with Job([*LISTENS, *launcher, "job.py"], tmp_path) as job:
+            job.wait_for("(?m)^up$")
             job.process.send_signal(number)
             assert_last(job.finish(), code, said)
 
@@ -232,7 +233,7 @@ def test_a_signal_ends_a_node_that_waits(tmp_path, number, code, said):
     """No worker has started, so torch handles no signal yet."""
     (tmp_path / "job.py").write_text("")
     where = [f"--rdzv-endpoint=localhost:{free_port()}", "--nnodes=2", "--rdzv-id=job"]
-    with Job([*AGENT, *where, "job.py"], tmp_path) as job:
+    with Job([*LISTENS, *AGENT, *where, "job.py"], tmp_path) as job:
         job.wait_for("leads the rendezvous")
         job.process.send_signal(number)
         assert_last(job.finish(), code, said)

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base.settings import Settings
+from elastic_ext.failures.ledger import Ledger, decode_ledger
 from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.place import Participant
@@ -104,7 +105,7 @@ class Trio(Nodes):
         assert max(self.attempts()) <= restarts, "\n".join(job.err for job in self.jobs.values())
         assert self.worlds() == sorted(set(self.worlds()))
         assert self.keys("charges/") == []
-        assert self.keys("ledger") == []
+        assert decode_ledger(self.client.get(PREFIX + "ledger").kv.value) == Ledger(done=self.header().round)
 
 
 def cpu_s(pid: int) -> float:

@@ -7,8 +7,8 @@ have no switch for that. They are IPv6 sockets: for 10.0.0.1 they ask for ::ffff
 questions of hundreds that begin a round at the same moment. Workers, in whose main thread the script may need name servers,
 wait for a shorter time (`variables`) where a look-up beside the agent's other work (`ask`) was not answered at once.
 
-Invariant: no round waits for a name server that does not answer, where glibc itself asks them (not nscd or nss-resolve) and nodes
-give each other addresses, not names. Standard library only.
+Invariant: no round waits for a name server, where glibc itself asks them (not nscd or nss-resolve) and nodes give each other
+addresses, not names. Standard library only.
 """
 
 from __future__ import annotations
@@ -115,10 +115,9 @@ def seconds_for_name(address: str) -> float:
 def connecting(address: str) -> Iterator[None]:
     """Let torch connect to an address within: in a process that has called `ask`, no name server is asked for its name.
 
-    A name in place of an address must be resolved anyway, for which name servers get their usual time. For the loopback, no other
-    agent asks at the same moment: so a name server that answers may be asked, and torch has nothing to log.
+    A name in place of an address must be resolved anyway, for which name servers get their usual time.
     """
-    if _asked.thread is None or not _is_numeric(address) or (_asked.answers and ipaddress.ip_address(address).is_loopback):
+    if _asked.thread is None or not _is_numeric(address):
         yield
         return
     with _limited(attempts=0):

@@ -52,26 +52,24 @@ class NameServer:
                 self._socket.sendto(question[:2] + NO_SUCH_NAME.to_bytes(2, "big") + question[4:], asker)
 
 
-def connect(answers: bool, address: str) -> None:
+def connect(answers: bool) -> None:
     """In the namespace: what an agent does in a round. Print how often the name server was asked, and what workers get."""
     server = NameServer(answers)
-    name_lookup.ask(address)
+    name_lookup.ask(HERE)
     assert name_lookup._asked.thread is not None
-    if address != HERE:
-        name_lookup._asked.thread.join()
-    store = serve(address)
-    header = Header(1, address=address, port=store.port, nodes=1)
+    store = serve(HERE)
+    header = Header(1, address=HERE, port=store.port, nodes=1)
     connected = StoreConnector(threading.Condition(), "here").connect(header, lambda: None, lambda reason: None)
-    NodeStates(60.0).swap(RoundStore(address, store.port, 0, 1), "0", 60.0)
+    NodeStates(60.0).swap(RoundStore(HERE, store.port, 0, 1), "0", 60.0)
     name_lookup._asked.thread.join()
     assert connected is not None
     print(json.dumps([server.questions, name_lookup.variables({}), name_lookup.variables({name_lookup.OPTIONS: "timeout:3"})]))
 
 
-def in_namespace(answers: bool, folder: Path, address: str = HERE) -> tuple[int, dict[str, str], dict[str, str], str]:
+def in_namespace(answers: bool, folder: Path) -> tuple[int, dict[str, str], dict[str, str], str]:
     needs("unshare", "ip")
     required(os.geteuid() == 0, "needs root for a network namespace")
-    program = f"from tests.base.test_name_lookup import connect; connect({answers}, {address!r})"
+    program = f"from tests.base.test_name_lookup import connect; connect({answers})"
     script = INSIDE.format(command=shlex.join([sys.executable, "-c", program]))
     done = run(["unshare", "-m", "-n", "sh", "-c", script], folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.err
@@ -93,13 +91,6 @@ def test_workers_keep_a_name_server_that_answers(tmp_path: Path) -> None:
     assert questions == 1
     assert worker == {}
     assert "no name server answers" not in log
-
-
-@pytest.mark.full
-def test_torch_has_nothing_to_log_at_the_loopback(tmp_path: Path) -> None:
-    questions, _, _, log = in_namespace(True, tmp_path, "127.0.0.1")
-    assert questions > 1
-    assert "cannot be retrieved" not in log
 
 
 class _Together(name_lookup._Asked):

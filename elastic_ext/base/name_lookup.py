@@ -3,9 +3,9 @@
 torch's sockets ask for the name of the address to which they connect, for their log (`formatSockAddr` in c10d/socket.cpp), and
 have no switch for that. They are IPv6 sockets: for 10.0.0.1 they ask for ::ffff:10.0.0.1, which a line for 10.0.0.1 in
 /etc/hosts does not answer. glibc waits 5 s for each name server, twice (resolv.conf(5)). So connections of an agent do not ask
-(`connecting`): torch then logs once that the name cannot be retrieved. A name server that answers one agent may still drop the
-questions of hundreds that begin a round at the same moment. Workers, in whose main thread the script may need name servers,
-wait for a shorter time (`variables`) where a look-up beside the agent's other work (`ask`) was not answered at once.
+(`connecting`). A name server that answers one agent may still drop the questions of hundreds that begin a round at the same
+moment. Workers, in whose main thread the script may need name servers, wait for a shorter time (`variables`) where a look-up
+beside the agent's other work (`ask`) was not answered at once.
 
 Invariant: no round waits for a name server, where glibc itself asks them (not nscd or nss-resolve) and nodes give each other
 addresses, not names. Standard library only.
@@ -16,11 +16,14 @@ from __future__ import annotations
 import ctypes
 import ipaddress
 import logging
+import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,33 @@ def _limited(attempts: int) -> Iterator[None]:
         yield
     finally:
         resolver.seconds, resolver.attempts = before
+
+
+_LEVEL, _WARNING, _ERROR = "FLAGS_caffe2_log_level", 1, 2  # c10/util/Logging.cpp; what TORCH_CPP_LOG_LEVEL sets
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Within, torch's C++ code logs errors only, unless the user has changed that: it warns that the name cannot be retrieved.
+
+    A connection that fails raises an error, which says why. A torch without this variable logs the warning.
+    """
+    level = _log_level()
+    if level is None or level.value != _WARNING:
+        yield
+        return
+    level.value = _ERROR
+    try:
+        yield
+    finally:
+        level.value = _WARNING
+
+
+def _log_level() -> ctypes.c_int | None:
+    library = Path(getattr(sys.modules.get("torch"), "__file__", None) or "", "../lib/libc10.so")
+    with suppress(OSError, ValueError):  # torch is not there, or a build of another kind
+        return ctypes.c_int.in_dll(ctypes.CDLL(os.path.normpath(library)), _LEVEL)
+    return None
 
 
 class _Asked:
@@ -120,7 +150,7 @@ def connecting(address: str) -> Iterator[None]:
     if _asked.thread is None or not _is_numeric(address):
         yield
         return
-    with _limited(attempts=0):
+    with _limited(attempts=0), _without_warnings():
         yield
 
 

@@ -19,7 +19,8 @@ class Waiting:
 
     def __init__(self, what: str, since: float, first_s: float = EVERY_S) -> None:
         """what: what is waited for, for people. first_s: for how long nothing is said."""
-        self._what, self._since, self._next = what, since, since + first_s
+        self._what, self._since, self._first = what, since, since + first_s
+        self._said = self._unlimited = -math.inf  # when it was last said, and when the wait last had no limit
 
     def text(self, now: float, until: float, then: str) -> str:
         """Return what to say now; "" if nothing.
@@ -27,9 +28,11 @@ class Waiting:
         until: when the wait ends at the latest; infinity: with what is waited for. then: what follows, as in "this node leaves";
         where there is no limit, why.
         """
-        if now < self._next:
+        if until == math.inf:
+            self._unlimited = now
+        if now < self._due(until):
             return ""
-        self._next = now + (EVERY_S if until < math.inf else SELDOM_S)
+        self._said = now
         end = f"; in {max(0.0, until - now):.0f} s {then}" if until < math.inf else f": {then}"
         return f"still waiting for {self._what}, {now - self._since:.0f} s so far{end}"
 
@@ -39,7 +42,12 @@ class Waiting:
 
     def pause_s(self, now: float, until: float) -> float:
         """Return after how many seconds there is something to do."""
-        return max(0.0, min(self._next, until) - now)
+        return max(0.0, min(self._due(until), until) - now)
+
+    def _due(self, until: float) -> float:
+        """Return when it is said next. A limit that has just come, as while a job forms its next round, is no news yet."""
+        again = self._said + SELDOM_S if until == math.inf else max(self._said, self._unlimited) + EVERY_S
+        return max(self._first, again)
 
 
 class Lasting:

@@ -31,6 +31,17 @@ def test_a_wait_without_a_limit_speaks_seldom() -> None:
     assert waiting.text(SELDOM_S + EVERY_S, math.inf, "it trains") == "still waiting for an answer, 3660 s so far: it trains"
 
 
+def test_a_limit_that_comes_later_is_said() -> None:
+    """As by a spare, once the job no longer trains; but not while that only forms its next round."""
+    waiting, said = Waiting("a round", 0.0), []
+    for now in map(float, range(400)):
+        limited = 100 <= now < 103 or now >= 200
+        if text := waiting.text(now, 800.0 if limited else math.inf, LEAVES):
+            said.append((now, text))
+    assert [now for now, _ in said] == [60.0, 259.0, 319.0, 379.0]
+    assert said[1][1] == "still waiting for a round, 259 s so far; in 541 s this node leaves"
+
+
 def test_it_says_what_ends_the_wait() -> None:
     text = Waiting("an answer", 100.0).text(220.0, 700.0, LEAVES)
     assert text == "still waiting for an answer, 120 s so far; in 480 s this node leaves"

@@ -223,7 +223,9 @@ class EtcdRound:
                 now = time.monotonic()
                 if unheard.is_over(self._place.unheard(now), now):
                     raise RendezvousConnectionError(self._place.why_unheard)
-                wait.say(now, math.inf, "their workers still run")
+                wait.say(
+                    now, math.inf, "the job's store does not answer" if self._place.silent(now) else "their workers still run"
+                )
                 self._place.changed.wait()
         return True
 

@@ -1,6 +1,7 @@
 """How a round has ended, by the newest header that a node of it knows."""
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from elastic_ext.base import waits
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
@@ -185,6 +187,21 @@ def test_nodes_await_later_finishers_without_limit(monkeypatch):
     place = dataclasses.replace(place_of(participant), changed=Looked())
     assert EtcdRound(place, header, Assignment(1, 0, 0, 0, 2, "s"), 1).await_all_done()
     assert set(limits) == {None}
+
+
+@pytest.mark.parametrize(("alive_s", "why"), [(99.0, "their workers still run"), (-1.0, "the job's store does not answer")])
+def test_why_a_finished_node_waits_is_said(monkeypatch, caplog, alive_s, why):
+    """All workers may have finished: without the store nobody learns of it."""
+    part = part_of(monkeypatch, RUNS, alive_s=alive_s)
+    monkeypatch.setattr(waits, "Waiting", functools.partial(waits.Waiting, first_s=0.0))
+
+    class Looked(threading.Condition):
+        def wait(self, timeout=None):
+            part._participant.header = dataclasses.replace(RUNS, state=State.DONE)
+
+    object.__setattr__(part._place, "changed", Looked())
+    assert part.await_all_done()
+    assert [each.message.rpartition(": ")[2] for each in caplog.records] == [why]
 
 
 def test_before_the_first_round():

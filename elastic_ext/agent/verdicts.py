@@ -150,7 +150,7 @@ def ended_well(workers: companion.LocalWorkers) -> tuple[Ended, ...]:
 
     Afterwards, their processes may have crashed, or the agent has killed them: gloo's threads abort an interpreter that ends.
     """
-    found = []
+    found, now_ns = [], time.monotonic_ns()
     for local_rank, exit_ in workers.processes.exits.items():
         row = workers.progress.read(local_rank) if workers.progress is not None else None
         over_ns = row.sign_ns if row is not None and row.phase == "exit" and not row.ends_with else None
@@ -158,7 +158,8 @@ def ended_well(workers: companion.LocalWorkers) -> tuple[Ended, ...]:
             over_ns = None  # a KeyboardInterrupt
         by_signal = exit_.exitcode is not None and exit_.exitcode < 0
         if (not exit_.failed or (by_signal and over_ns is not None)) and not exit_.ended_by_agent(over_ns):
-            found.append(Ended(workers.ranks[local_rank], row.steps if row is not None and row.pid else None))
+            steps = row.steps if row is not None and row.pid else None
+            found.append(Ended(workers.ranks[local_rank], steps, (now_ns - exit_.seen_ns) / 1e9))
     return tuple(found)
 
 

@@ -29,6 +29,7 @@ _NO_ANSWER = re.compile(
 )
 MAX_PEERS = 8
 MAX_AHEAD = 100  # steps; see `awaited`
+LONGEST_WAIT_S = 3600.0  # in a collective: torch's own limits are 10 minutes with NCCL and 30 with gloo
 
 
 @dataclass(frozen=True)
@@ -125,20 +126,28 @@ def choose_cut(
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker whose script had ended with 0 when the round ended; step: optimizer steps since it started, None if unknown."""
+    """A worker whose script had ended with 0 when the round ended."""
 
     rank: Rank
-    step: Count | None = None
+    step: Count | None = None  # optimizer steps since it started; None if unknown
+    ago_s: Seconds = 0.0  # how long before the end of the round
 
 
 def awaited(ended: Sequence[Ended], step: int | None) -> list[Ended]:
     """Return for which of them a rank waits that fails, or hangs, at this step: the first to end. step: None if unknown.
 
-    A rank that has gone on without one does not wait for it; a GPU's queue lets it go on for some steps.
+    A rank that has gone on without one does not wait for it; a GPU's queue lets it go on for some steps. Where steps are not
+    counted, time tells: nobody waits for one that was not needed, and left hours ago.
     """
-    near = [each for each in ended if step is None or each.step is None or step - each.step <= min(each.step, MAX_AHEAD)]
+    near = [each for each in ended if _may_be_awaited(each, step)]
     first = min((each.step or 0 for each in near), default=0)
     return [each for each in near if (each.step or 0) == first]
+
+
+def _may_be_awaited(ended: Ended, step: int | None) -> bool:
+    if step is None or ended.step is None or step == ended.step == 0:
+        return ended.ago_s <= LONGEST_WAIT_S
+    return step - ended.step <= min(ended.step, MAX_AHEAD)
 
 
 @dataclass(frozen=True)

@@ -123,13 +123,14 @@ def test_the_agents_signal_hides_no_exception(tmp_path, exitcode, stop_sent_ns, 
         (3, BY_ANOTHER, Progress(11, phase="exit", sign_ns=90), False),  # by an exit handler
     ],
 )
-def test_who_has_ended_well(exitcode, stop_sent_ns, row, well):
+def test_who_has_ended_well(monkeypatch, exitcode, stop_sent_ns, row, well):
     processes = SimpleNamespace(pids={0: 11}, exits={0: Exit(0, 11, exitcode, stop_sent_ns, 200)})
     table = (
         None if row is None else SimpleNamespace(read=lambda local_rank: Progress(12) if local_rank else replace(row, steps=7))
     )
     workers = LocalWorkers(processes, table, {0: 5}, {}, {})
-    assert verdicts.ended_well(workers) == ((Ended(5, None if row is None else 7),) if well else ())
+    monkeypatch.setattr(verdicts.time, "monotonic_ns", lambda: 200 + 3 * 10**9)
+    assert verdicts.ended_well(workers) == ((Ended(5, None if row is None else 7, 3.0),) if well else ())
     tails = SimpleNamespace(tail=lambda local_rank: "")
     ended = verdicts.EndedRound("n1", HostEvidence(7, (), Platform()), workers, tails, (), {}, {}, False)
     assert [each.exitcode for each in verdicts.failed_workers(ended, ())] == ([exitcode] if exitcode else [])

@@ -136,3 +136,21 @@ def test_several_that_ended_are_named():
 def test_who_goes_on_does_not_wait(ended, step, waits):
     """As for a rank that was not needed, and left at once."""
     assert bool(awaited([Ended(1, ended)], step)) == waits
+
+
+@pytest.mark.parametrize(
+    ("ended", "step", "ago_s", "waits"),
+    [(0, 0, 3600, True), (0, 0, 3601, False), (None, 500, 3601, False), (12, None, 3601, False), (12, 12, 3601, True),
+     (12, 11, 3601, True)],
+)  # fmt: skip
+def test_time_tells_where_no_steps_do(ended, step, ago_s, waits):
+    """As for a rank that was not needed, in a job whose steps are not counted."""
+    assert bool(awaited([Ended(1, ended, ago_s)], step)) == waits
+
+
+def test_a_rank_of_long_ago_explains_nothing():
+    """The network has failed, hours later, and is tried again as often as without such a rank."""
+    nodes = told("n1", 0, step=0, **PEER), told("n2", 1, [Ended(1, 0, 7200.0)], step=0)
+    ledger, verdict = decided(*nodes)
+    assert verdict.decision.rule == "peer-connection"
+    assert decided(*nodes, ledger=ledger)[1].decision.action is Action.RESTART

@@ -446,6 +446,12 @@ class Place:
         alive_until, refusal = self.alive_until(), self.participant.tasks.refusal
         return self.participant.registration.unwritten and refusal is None and alive_until is not None and alive_until > now
 
+    def held_up_by(self, now: float) -> str:
+        """Return what is wrong with the store, for which this node may wait; "" if nothing is known."""
+        if (refusal := self.participant.tasks.refusal) is not None:
+            return str(refusal)
+        return "the job's store does not answer" if self.silent(now) else ""
+
     @property
     def take_s(self) -> float:
         """After how long that is no outage: in one, the lease would have expired."""

@@ -16,6 +16,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 from elastic_ext.base import waits
 from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.errors import RoundOver
+from elastic_ext.base.printable import cut
 from elastic_ext.etcd import EtcdError
 from elastic_ext.failures.joint_evidence import Hashed, Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
@@ -29,6 +30,11 @@ logger = logging.getLogger(__name__)
 
 DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
+
+MAX_REASON = 300  # characters of what has failed on a node that leaves without a verdict
+UNREPORTED = (
+    "another node has not reported, or large messages are lost; check the logs of the other nodes, and the MTU between the hosts"
+)
 
 
 def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
@@ -175,11 +181,10 @@ class EtcdRound:
             left_behind = self._participant.header.round > self.round
             verdict = self._place.policy.judge_alone(self._place.node_id, report, self.round, left_behind)
             if self._answers() and not verdict.ends_job:
-                limit_s = self._place.patience.timeout_s
+                limit_s, held_up = self._place.patience.timeout_s, self._place.held_up_by(time.monotonic())
                 raise RendezvousTimeoutError(
                     f"no verdict of the job on round {self.round} in {limit_s:g} s (join_timeout), though its store answers: "
-                    "another node has not reported, or large messages are lost; check the logs of the other nodes, and the MTU "
-                    "between the hosts; this node leaves"
+                    f"{held_up or UNREPORTED}; this node leaves; here: {cut(report.diagnosis.reason, MAX_REASON)}"
                 )
         self.continues = not verdict.ends_job
         return verdict
@@ -208,7 +213,7 @@ class EtcdRound:
                     return None
                 if unheard.is_over(self._place.unheard(now), now):
                     raise RendezvousConnectionError(self._place.why_unheard)
-                wait.say(now, deadline, "this node judges for itself")
+                wait.say(now, deadline, "this node judges for itself" if self._place.silent(now) else "this node leaves")
                 self._place.changed.wait(wait.pause_s(now, deadline))
 
     def await_all_done(self) -> bool:
@@ -223,9 +228,7 @@ class EtcdRound:
                 now = time.monotonic()
                 if unheard.is_over(self._place.unheard(now), now):
                     raise RendezvousConnectionError(self._place.why_unheard)
-                wait.say(
-                    now, math.inf, "the job's store does not answer" if self._place.silent(now) else "their workers still run"
-                )
+                wait.say(now, math.inf, self._place.held_up_by(now) or "their workers still run")
                 self._place.changed.wait()
         return True
 

@@ -189,10 +189,26 @@ def test_nodes_await_later_finishers_without_limit(monkeypatch):
     assert set(limits) == {None}
 
 
-@pytest.mark.parametrize(("alive_s", "why"), [(99.0, "their workers still run"), (-1.0, "the job's store does not answer")])
-def test_why_a_finished_node_waits_is_said(monkeypatch, caplog, alive_s, why):
+@pytest.mark.parametrize(("full", "why"), [(None, "another node has not reported"), ("NOSPACE; defragment etcd", "NOSPACE; def")])
+def test_a_missing_verdict_names_a_full_store(monkeypatch, full, why):
+    """And what has failed here: no verdict does."""
+    part = part_of(monkeypatch, BROKE, full=full)
+    part._place.policy.max_restarts = 3
+    with pytest.raises(RendezvousTimeoutError, match=rf"though its store answers: {why}.*; here: rank 0 ended with exit code 1"):
+        part.conclude(Report("h", classify(FLAKY)))
+
+
+@pytest.mark.parametrize(
+    ("node", "why"),
+    [
+        ({}, "their workers still run"),
+        ({"alive_s": -1.0}, "the job's store does not answer"),
+        ({"unwritten": True, "full": "NOSPACE"}, "NOSPACE"),
+    ],
+)
+def test_why_a_finished_node_waits_is_said(monkeypatch, caplog, node, why):
     """All workers may have finished: without the store nobody learns of it."""
-    part = part_of(monkeypatch, RUNS, alive_s=alive_s)
+    part = part_of(monkeypatch, RUNS, **node)
     monkeypatch.setattr(waits, "Waiting", functools.partial(waits.Waiting, first_s=0.0))
 
     class Looked(threading.Condition):

@@ -137,7 +137,7 @@ def awaited(ended: Sequence[Ended], step: int | None) -> list[Ended]:
     """Return for which of them a rank waits that fails, or hangs, at this step: the first to end. step: None if unknown.
 
     A rank that has gone on without one does not wait for it; a GPU's queue lets it go on for some steps. Where steps are not
-    counted, time tells: nobody waits for one that was not needed, and left hours ago.
+    counted, time decides: no rank waits for one that was not needed, and left hours ago.
     """
     near = [each for each in ended if _may_be_awaited(each, step)]
     first = min((each.step or 0 for each in near), default=0)

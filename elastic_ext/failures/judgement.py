@@ -234,7 +234,10 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         names = ", ".join(reports[id_].host for id_ in down[:MAX_NAMED])
         cause = replace(cause, reason=f"{cause.reason}; links went down on {len(down)} nodes, as with a switch: {names}")
     found = _cuts(reports, circumstances) if may_be_cut else []
-    waits = cause.rule in (*PEERS, INTERFACE) or (cause.evidence.hang_blame[:1] == (WAITS,) and not found)
+    ends = {id_ for id_, each in reports.items() if each.ended}
+    apart = any(ends.isdisjoint(each.pair) for each in found)  # an early end explains no silence between two other nodes
+    peers = cause.rule in (*PEERS, INTERFACE) and not apart
+    waits = peers or (cause.evidence.hang_blame[:1] == (WAITS,) and not found)
     if waits and (early := _of_early(reports, cause, report)) is not None:
         return early
     if found:

@@ -106,6 +106,15 @@ def test_a_host_without_an_answer_may_have_ended():
         assert decision.rule == rule
 
 
+def test_an_end_explains_no_cut_elsewhere():
+    nodes = [
+        dataclasses.replace(told("n1", 0, **PEER), reach=Reach(("10.0.0.1",), (Silent(0, "10.0.0.3", 0.0),))),
+        dataclasses.replace(early(), reach=Reach(("10.0.0.2",))),
+        dataclasses.replace(told("n3", 2, **PEER), reach=Reach(("10.0.0.3",), (Silent(2, "10.0.0.1", 0.0),))),
+    ]
+    assert decided(*nodes)[1].decision.rule == "network-cut"
+
+
 @pytest.mark.parametrize(
     ("counts_from", "step", "said"),
     [

@@ -59,4 +59,9 @@ class Lasting:
     def is_over(self, holds: bool, now: float) -> bool:
         """Return whether it has held for the limit."""
         self._since = min(self._since, now) if holds else math.inf
-        return now >= self._since + self._limit_s
+        return now >= self.until
+
+    @property
+    def until(self) -> float:
+        """When it will have held for the limit, if it goes on; infinity while it does not hold."""
+        return self._since + self._limit_s

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
 
+NO_NEWS_S = 3600.0  # of the others, for a node whose workers have finished: longer than people take to mend a store
 MAX_REASON = 300  # characters of what has failed on a node that leaves without a verdict
 UNREPORTED = (
     "another node has not reported, or large messages are lost; check the logs of the other nodes, and the MTU between the hosts"
@@ -217,9 +217,13 @@ class EtcdRound:
                 self._place.changed.wait(wait.pause_s(now, deadline))
 
     def await_all_done(self) -> bool:
-        """There is no time limit, unlike in torch's barrier: a node that left the round before its end would break it."""
+        """While the store answers there is no time limit, unlike in torch's barrier: a node that left the round would break it.
+
+        Raises RendezvousConnectionError: how the others have ended will not be known.
+        """
         self.done()
         wait, unheard = waits.Waiting("the other nodes to finish", time.monotonic()), waits.Lasting(self._place.take_s)
+        no_news = waits.Lasting(NO_NEWS_S)
         with self._place.changed:
             while self._participant.header.state is not State.DONE:
                 self._place.raise_failure()  # a node that can neither write nor read any more would wait forever
@@ -228,8 +232,13 @@ class EtcdRound:
                 now = time.monotonic()
                 if unheard.is_over(self._place.unheard(now), now):
                     raise RendezvousConnectionError(self._place.why_unheard)
-                wait.say(now, math.inf, self._place.held_up_by(now) or "their workers still run")
-                self._place.changed.wait()
+                held_up = self._place.held_up_by(now)
+                if no_news.is_over(bool(held_up), now):
+                    raise RendezvousConnectionError(
+                        f"no news of the other nodes in {NO_NEWS_S:g} s: {held_up}; the workers here have finished"
+                    )
+                wait.say(now, no_news.until, f"this node leaves: {held_up}" if held_up else "their workers still run")
+                self._place.changed.wait(no_news.until - now if held_up else None)
         return True
 
 

@@ -15,6 +15,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.ledger import Report
+from elastic_ext.rendezvous import round_part
 from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.judging import AgentPolicy
@@ -218,6 +219,15 @@ def test_why_a_finished_node_waits_is_said(monkeypatch, caplog, node, why):
     object.__setattr__(part._place, "changed", Looked())
     assert part.await_all_done()
     assert [each.message.rpartition(": ")[2] for each in caplog.records] == [why]
+
+
+@pytest.mark.parametrize(("node", "why"), [({"alive_s": -1.0}, "does not answer"), ({"full": "NOSPACE"}, "NOSPACE")])
+def test_no_node_awaits_news_for_ever(monkeypatch, node, why):
+    """With a store that is full, or gone for good."""
+    part = part_of(monkeypatch, RUNS, **node)
+    monkeypatch.setattr(round_part, "NO_NEWS_S", 0.0)
+    with pytest.raises(RendezvousConnectionError, match=rf"no news of the other nodes in 0 s: .*{why}.*; the workers here"):
+        part.await_all_done()
 
 
 def test_before_the_first_round():

@@ -52,7 +52,7 @@ def one_loss(nodes: int, spares: int = 1) -> Pass:
     view = replace(view, header=replace(view.header, verdict="{}"))
     seal = decide(view, 11.3)
     assert isinstance(seal, Seal)
-    following, assignments = rounds.seal(view, seal, "seal2")
+    following, assignments = rounds.seal(view, seal, limits, "seal2")
     spent_s = time.process_time() - began
     assert following.nodes == nodes
     return Pass(tuple(decisions), spent_s, tuple(sorted(each.rank for each in assignments.values())))

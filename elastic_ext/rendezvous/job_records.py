@@ -2,7 +2,8 @@
 
 The first node writes the settings; they hold for every other node. This module deletes what an ended job left.
 
-Invariant: a job's `--nnodes` never changes while it has nodes, whichever of them leads.
+Invariant: a job's `--nnodes` never changes while it has nodes, whichever of them leads. Before the first round it is that of
+the job's record. From the first seal on the header says it: each node of a round knows that, and the record follows it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ class SharedSettings:
         """theirs: a text says why they are of another version."""
         return isinstance(theirs, SharedSettings) and str(theirs) == str(self)
 
+    def held(self, header: Header) -> SharedSettings:
+        """Return these settings with the `--nnodes` of the job that has this header; before its first round any holds."""
+        if header.ended or not header.max_nodes:
+            return self
+        return dataclasses.replace(self, min_nodes=header.min_nodes, max_nodes=header.max_nodes)
+
     def is_elsewhere(self, theirs: SharedSettings) -> bool:
         """Return whether nodes with those settings are reached at the loopback of another network, and ours at this one's.
 
@@ -83,10 +90,10 @@ class JobRecords:
         self._now = context.tasks.now
         self._others_since: float | None = None  # monotonic: nodes were seen that may be killed ones
 
-    @property
-    def limits(self) -> Limits:
-        """The job's, once this node has entered it."""
-        return dataclasses.replace(self._limits, min_nodes=self._shared.min_nodes, max_nodes=self._shared.max_nodes)
+    def limits(self, header: Header) -> Limits:
+        """Return the job's, once this node has entered it."""
+        held = self._shared.held(header)
+        return dataclasses.replace(self._limits, min_nodes=held.min_nodes, max_nodes=held.max_nodes)
 
     @property
     def _record(self) -> str:
@@ -132,7 +139,8 @@ class JobRecords:
         if refused is not None:
             why = printable(refused.text)
             raise HostRefused(f"this host was asked to leave the job and may not come back yet: {why}")
-        theirs = self._settings_in(job)
+        known = self._reader.header(header) if header is not None else None
+        theirs = self._held(job, known or Header())
         same = self._mine.same_nodes(theirs)
         self._shared = self._mine
         if theirs is None or (same and job is not None and not job.lease_id):
@@ -142,20 +150,20 @@ class JobRecords:
             if lease_id is None:
                 return None
         else:
-            assert job is not None
-            lease_id = job.lease_id
+            lease_id = next(each.lease_id for each in (job, header) if each is not None)
         found = JobSnapshot(lease_id, job_revision=job.mod_revision if job is not None else 0)
         if header is not None:  # if it is unreadable, only its revision counts: it is overwritten
-            found = dataclasses.replace(found, header=self._reader.header(header) or Header(), revision=header.mod_revision)
+            found = dataclasses.replace(found, header=known or Header(), revision=header.mod_revision)
         if theirs is not None and not same and self._delete_abandoned(found):
             return None
         if isinstance(theirs, str):
             raise errors.UsageError(f"a job of another version is running under this --rdzv-id: {theirs}; use another --rdzv-id")
-        if theirs is not None and job is not None and not found.header.ended:
-            if self._mine.is_elsewhere(theirs):
+        if theirs is not None and not found.header.ended:
+            if job is not None and self._mine.is_elsewhere(theirs):
                 self._come_from_elsewhere(job)
                 return None
             if not same:
+                self._outwait(f"nodes with another {theirs} are there")
                 self._adopt(theirs)
         drain = drains.of_host(found.header, self._host)
         if drain is not None and not found.header.ended:  # the node that was to leave is gone or going; this one replaces it
@@ -178,13 +186,10 @@ class JobRecords:
         self._put_job(job.mod_revision, job.lease_id)
 
     def _adopt(self, theirs: SharedSettings) -> None:
-        """Join nodes that were started with another --nnodes. Those of a launch before this one are gone once they are outwaited.
+        """Take another --nnodes for the job's.
 
-        Raises:
-            LostRace
-            UsageError: one of them was started for one node alone, as without --nnodes, and has the loopback for its address.
+        Raises UsageError: one of the two is for one node alone, as without --nnodes, which has the loopback for its address.
         """
-        self._outwait(f"nodes with another {theirs} are there")
         if 1 in (theirs.max_nodes, self._mine.max_nodes):
             raise errors.UsageError(
                 f"the job under this --rdzv-id runs with {theirs}, this node was started with {self._mine}: give all nodes of a "
@@ -204,6 +209,12 @@ class JobRecords:
 
     def _has_nodes(self) -> bool:
         return bool(nodes_in(self._client.get_prefix(self._keys.nodes).kvs, self._keys, self._reader))
+
+    def _held(self, job: KeyValue | None, header: Header) -> SharedSettings | str | None:
+        """Return `_settings_in`, as far as the header does not say otherwise; None: ours may be written."""
+        theirs = self._settings_in(job)
+        held = theirs if isinstance(theirs, str) else (theirs or self._mine).held(header)
+        return None if theirs is None and self._mine.same_nodes(held) else held
 
     def _settings_in(self, job: KeyValue | None) -> SharedSettings | str | None:
         """Return the settings of the job, or why they are of another version; None if nothing readable is there."""
@@ -235,23 +246,30 @@ class JobRecords:
             return None
         return lease_id if written.succeeded else None
 
-    def restore(self, lease_id: int, name: str) -> int:
+    def restore(self, lease_id: int, known: Header, name: str) -> int:
         """Return the lease of the records that belong to no node. If the job's record is lost or overwritten, write it again.
 
-        lease_id: the last known one. A lease that is alive is kept, since other records may be under it. name: the job's. While
-        its header is in etcd, settings other than ours are not the job's: a node that begins another job removes that header.
+        lease_id: the last known one. A lease that is alive is kept, since other records may be under it. known, name: the header
+        that this node knows, and the job's name. A node that begins another job removes its header.
 
         Raises:
             LostRace: another node has written at the same time.
             UsageError: another job, with other settings, has taken the run id meanwhile.
         """
         job, header = (reading.kv for reading in self._client.txn([], [Get(self._keys.job), Get(self._keys.header)]).readings)
-        theirs = self._settings_in(job)
+        theirs, found = self._settings_in(job), self._reader.header(header) if header is not None else None
+        newest = known if known.round else found or known
+        held = self._shared.held(newest)
+        if theirs is not None and not held.same_nodes(theirs):
+            if _is_another(theirs, found, known, name):
+                raise errors.UsageError(
+                    "another job with other settings has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
+                )
+            if isinstance(theirs, SharedSettings) and not name and not newest.max_nodes:
+                held = theirs  # it was written after ours was lost
+        if not self._shared.same_nodes(held):
+            self._adopt(held)
         same = self._shared.same_nodes(theirs)
-        if theirs is not None and not same and not self._is_of(header, name):
-            raise errors.UsageError(
-                "another job with other settings has taken this --rdzv-id while this node was cut off; use another --rdzv-id"
-            )
         if job is None or not same or not job.lease_id:  # without a lease it is not ours, and never expires
             alive = self._client.lease_keep_alive([lease_id]).ttl_s.get(lease_id, 0) > 0 if lease_id else False
             written = self._put_job(job.mod_revision if job is not None else 0, lease_id if alive else 0)
@@ -284,10 +302,6 @@ class JobRecords:
             logger.warning("this node differs from the job that it joins: %s", differs.noted)
         return True
 
-    def _is_of(self, header: KeyValue | None, name: str) -> bool:
-        found = self._reader.header(header) if header is not None else None
-        return found is not None and found.job == name != ""
-
     def _delete_abandoned(self, found: JobSnapshot) -> bool:
         """Delete what a job left that has no nodes any more. Return False if it has one; else the records are to be read again.
 
@@ -306,6 +320,16 @@ class JobRecords:
             deletes += [Delete(each, prefix=True) for each in self._keys.outliving]
         self._client.txn(as_found, deletes)
         return True
+
+
+def _is_another(theirs: SharedSettings | str, found: Header | None, known: Header, name: str) -> bool:
+    """Return whether other settings than ours are those of another job. found: the header in the store, if any.
+
+    known, name: see `JobRecords.restore`.
+    """
+    if found is not None and name:
+        return found.job != name
+    return isinstance(theirs, str) or known.ended
 
 
 def nodes_in(kvs: Iterable[KeyValue], keys: JobKeys, reader: RecordReader) -> dict[str, Node]:

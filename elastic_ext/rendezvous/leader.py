@@ -62,25 +62,25 @@ class Leader:
         self,
         context: NodeContext,
         header: HeaderRecord,
-        registration: Registration,
-        limits: rounds.Limits,
+        created: int,
+        limits: Callable[[Header], rounds.Limits],
         outage: Outage,
         policy: AgentPolicy,
         restore: Callable[[], None],
     ) -> None:
-        """limits: of the job. restore: writes lost records of the job again."""
+        """created: see NodeRecords. limits: of the job with a header. restore: writes lost records of the job again."""
         self._context = context
         self._limits = limits
         self._header = header
         self._outage = outage
         self._policy = policy
-        self._still_leading = Compare(context.own_key, "create", "=", registration.created)
+        self._still_leading = Compare(context.own_key, "create", "=", created)
         self._seen = FirstSeen(context.tasks.now)
         self._rests_until = 0.0
         self._look_posted = False  # a look at the events is already queued: one for many events
         self._members = Members(context, header, outage)
         self._members.load()  # first: if it fails, this object is created again, and nothing would close the watches
-        self._records = NodeRecords(context, registration.created, self._post_look, self._on_member_of_lost_round)
+        self._records = NodeRecords(context, created, self._post_look, self._on_member_of_lost_round)
         self._upkeep = JobUpkeep(context, header, restore)
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class Leader:
             self._members.refresh(now)
             self._records.clear_overwritten(self._members.ranks)
             view = self._view()
-            action = rounds.next_action(view, self._limits, now)
+            action = rounds.next_action(view, self._limits(view.header), now)
             if view.header.state is State.FORMING:
                 action = rounds.before_first(view.header, action, self._records.configurations.differ)
             if isinstance(action, rounds.Wait):
@@ -198,7 +198,7 @@ class Leader:
 
     def _seal(self, view: rounds.View, action: rounds.Seal) -> None:
         client, keys, lease_id = self._context.client, self._context.keys, self._header.lease_id
-        header, assignments = rounds.seal(view, action, secrets.token_hex(4))
+        header, assignments = rounds.seal(view, action, self._limits(view.header), secrets.token_hex(4))
         for host in sorted(drains.ambiguous_hosts(view.nodes)):
             _warn_of_name(host)
         puts = [Put(keys.assignment(id_), encode(assignment), lease_id=lease_id) for id_, assignment in assignments.items()]
@@ -232,7 +232,7 @@ class Leader:
             hosts if len(hosts) == 1 else frozenset(),  # of several agents on that host another one keeps the store
             drains.ambiguous_hosts(view.nodes),
             members=view.header.nodes,
-            min_nodes=self._limits.min_nodes,
+            min_nodes=self._limits(view.header).min_nodes,
         )
         if not self._write_verdict(reports):
             self._reload()

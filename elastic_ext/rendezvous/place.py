@@ -97,7 +97,7 @@ class Participant:
         def lead() -> leader.Leader:
             header.read()
             limits = self._job_records.limits
-            return leader.Leader(context, header, self.registration, limits, outage, policy, self.repair.restore)
+            return leader.Leader(context, header, self.registration.created, limits, outage, policy, self.repair.restore)
 
         self.election = leader.Election(context, self.registration, lead)
         self.repair = RecordRepair(
@@ -317,7 +317,7 @@ class RecordRepair:
             self._assignment.doubtful = True
         if self._registration.created == 0:
             return
-        header.lease_id = self._job_records.restore(header.lease_id, header.job)
+        header.lease_id = self._job_records.restore(header.lease_id, header.value, header.job)
         read = context.client.txn([], [Get(context.keys.header), Get(context.own_assignment_key), Get(context.own_key)])
         found, assignment, own = (reading.kv for reading in read.readings)
         header.observe(found, read.revision)

@@ -135,6 +135,9 @@ class Header:
     drains_made: Count = 0  # number of changes to `drains` in this job
     # In what the nodes' configurations differ, for people, so that no first round is formed; "": in nothing that must be alike.
     differs: str = ""
+    # The job's `--nnodes`, from its first round on: what holds when its record is lost. 0: older versions write none.
+    min_nodes: Count = 0
+    max_nodes: Count = 0
 
     @property
     def ended(self) -> bool:

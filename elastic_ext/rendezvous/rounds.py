@@ -400,8 +400,8 @@ def _can_move(view: View, ids: Sequence[str]) -> bool:
     return view.moves in ids and len(ids) > 1
 
 
-def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, Assignment]]:
-    """Return the header of the next round and each node's assignment, by id. name: the new seal.
+def seal(view: View, action: Seal, limits: Limits, name: str = "") -> tuple[Header, dict[str, Assignment]]:
+    """Return the header of the next round and each node's assignment, by id. limits: of the job. name: the seal.
 
     The round number exceeds that of any round that a node has been in, even if the header of that round is lost.
     """
@@ -421,7 +421,8 @@ def seal(view: View, action: Seal, name: str = "") -> tuple[Header, dict[str, As
     local = all(node.local for node in nodes)
     left = drains.remaining(view.header, view.nodes)
     made = view.header.drains_made
-    return replace(header, local=local, job=view.header.job or name, drains=left, drains_made=made), assignments
+    header = replace(header, local=local, job=view.header.job or name, drains=left, drains_made=made)
+    return replace(header, min_nodes=limits.min_nodes, max_nodes=limits.max_nodes), assignments
 
 
 def neighbors(rank: int, order: Sequence[T]) -> tuple[T, ...]:

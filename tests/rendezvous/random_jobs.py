@@ -181,10 +181,10 @@ class Invariants:
     A store that has lost the header may get an older one, or see a number again, if no node is there that knows better.
     """
 
-    def __init__(self, limits: Limits, agents: list[Agent]) -> None:
+    def __init__(self, agents: list[Agent]) -> None:
         self.wrong: list[str] = []
         self.lost = False
-        self._limits, self._agents = limits, agents
+        self._agents = agents
         self._header: Header | None = None  # the last one
         self._sealed: dict[int, str] = {}
         self._verdicts: dict[tuple[int, str], str] = {}
@@ -216,6 +216,8 @@ class Invariants:
         old, self._header = self._header, new
         if old is not None and not self.lost and rounds.precedes(new, old):
             self.wrong.append(f"an older header: {new} came after {old}")
+        if old is not None and old.job == new.job != "" and (old.min_nodes, old.max_nodes) != (new.min_nodes, new.max_nodes):
+            self.wrong.append(f"another --nnodes: {new} came after {old}")
         if old is not None and old.job and new.job != old.job and self._is_known(old.round):
             self.wrong.append(f"another job: {new} came after {old}")
         if new.round and self._sealed.get(new.round) != new.seal:
@@ -247,7 +249,7 @@ class Invariants:
         ends = [*(part.base_rank for part in by_rank), new.world]
         fits = [part.rank for part in by_rank] == list(range(new.nodes)) and ends[0] == 0
         fits = fits and all(first < second for first, second in itertools.pairwise(ends))
-        if new.state is not State.RUNNING or not fits or not self._limits.min_nodes <= new.nodes <= self._limits.max_nodes:
+        if new.state is not State.RUNNING or not fits or not new.min_nodes <= new.nodes <= new.max_nodes:
             self.wrong.append(f"numbering: {new} {by_rank}")
         late = [id_ for id_ in parts if id_ in self._nodes and self._nodes[id_].after >= new.round]
         if late:
@@ -262,7 +264,7 @@ class Job:
         self.random = self.world.random
         self.limits = Limits(least := self.random.randint(2, 4), self.random.randint(least + 1, least + 4), 0.5)
         self.agents: list[Agent] = []
-        self.invariants = Invariants(self.limits, self.agents)
+        self.invariants = Invariants(self.agents)
         self.world.observers.append(self.invariants)
         self.log: list[str] = []
         self._drained: set[str] = set()
@@ -302,7 +304,8 @@ class Job:
         if len(self.living) < 8:
             name = next(self._names)
             self.note(f"{name} comes")
-            Agent(self.world, name, self.limits, self.agents)
+            other = replace(self.limits, max_nodes=self.limits.max_nodes + 1)
+            Agent(self.world, name, other if int(name[1:]) % 3 == 2 else self.limits, self.agents)
 
     def kill(self) -> None:
         if agent := self.one():
@@ -402,7 +405,7 @@ class Job:
         there = {kv.key.decode() for kv in self._operator.get_prefix(KEYS.prefix).kvs}
         needed = {KEYS.job, *(KEYS.node(each.name) for each in living), *(KEYS.assignment(each.name) for each in inside)}
         return (
-            len(inside) == header.nodes == min(len(living), self.limits.max_nodes)
+            len(inside) == header.nodes == min(len(living), header.max_nodes)
             and all(each.stage is Stage.WAITING for each in outside)
             and needed <= there
         )

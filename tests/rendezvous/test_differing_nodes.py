@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
+from elastic_ext.etcd import Delete
 from elastic_ext.rendezvous.configuration import Configuration, among, encode
 from elastic_ext.rendezvous.round_records import State
 from elastic_ext.rendezvous.rounds import Limits
@@ -237,6 +238,36 @@ def test_a_forgotten_nnodes_takes_no_job(seed: int) -> None:
     few.spawn("d", Limits(1, 1, 0.0))
     few.settle(60.0)
     assert few.together() in ({"a", "b", "c", "d"}, set()) or all(few.nodes[name].failure is not None for name in "abc")
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("joined", "least"), [(True, 2), (False, 3)])
+def test_no_nnodes_stops_a_job_without_records(joined: bool, least: int, seed: int) -> None:
+    """A node with another one is the first to write the job's record again. Since a round was sealed the job's own holds."""
+    few = Launches("ab", Limits(least, 3, 0.0), joined, seed=seed)
+    for name in "ab":
+        few.nodes[name].cut(2.0)
+    few.lose_records()
+    few.spawn("c", Limits(least, 4, 0.0))
+    few.settle(60.0)
+    assert [node.failure for node in few.nodes.values()] == [None] * 3
+    assert few.together() == {"a", "b", "c"}
+    few.spawn("d", Limits(least, 4, 0.0))
+    few.settle(60.0)
+    assert len(few.together()) == (3 if joined else 4)
+
+
+def test_a_lost_jobs_record_gives_no_other_nnodes() -> None:
+    """Only that is lost, and a new node is the first to miss it; later it leads."""
+    few = Launches("ab", Limits(2, 3, 0.0))
+    few.nodes["a"].cut(2.0)
+    few.client.txn([], [Delete(KEYS.job)])
+    few.spawn("c", Limits(1, 4, 0.0))
+    few.settle(60.0)
+    few.end("ab")
+    few.settle(60.0)
+    assert few.nodes["c"].failure is None
+    assert few.together() == set(), "one node is not enough for the job"
 
 
 # What is said.

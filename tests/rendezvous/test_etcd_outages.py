@@ -13,7 +13,6 @@ import pytest
 
 from elastic_ext.etcd import Event, QuotaExceeded
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.rounds import Limits
 from tests.chaos.seeded.surroundings import clocks, unavailable
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import Certificates, EtcdCluster, EtcdServer
@@ -66,7 +65,7 @@ def shown(event: Event) -> str:
 
 def violations(events: Sequence[Event]) -> list[str]:
     """What in the recorded history of one job contradicts the invariants of `rounds`; see its module docstring."""
-    invariants = Invariants(Limits(1, 3, 0.0), [])
+    invariants = Invariants([])
     for event in events:
         invariants.take(event)
     return invariants.wrong

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -182,6 +183,26 @@ def test_the_job_outlives(server, tmp_path, stack, what, seconds):
     if trio.header().round > 1:
         trio.wait_for(seen(3, 1))
     trio.end(restarts)
+
+
+@pytest.mark.full
+def test_a_jobs_nnodes_outlive_its_records(server, tmp_path, stack):
+    """A node with another one is the first to come to the empty store; the members restore theirs, and take it in."""
+    nodes, link = Nodes(tmp_path, stack), stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
+    for name in "ab":
+        nodes.start(name, link.endpoint, "2:3")
+    nodes.wait_for(seen(2, 0))
+    with deaf(link):
+        server.kill()
+        server.wipe()
+        server.start()
+        nodes.start("c", server.endpoint, "2:4")
+        wait_for_nodes(server, 1)
+    nodes.wait_for(seen(3, 1))
+    with EtcdClient(server.endpoint) as client:
+        job = client.get(JobKeys("job").job).kv
+    assert {"min_nodes": 2, "max_nodes": 3}.items() <= json.loads(job.text).items()
+    nodes.finish()
 
 
 @pytest.mark.full

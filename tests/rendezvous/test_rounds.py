@@ -273,9 +273,9 @@ def test_next_action_for_nodes_that_are_to_leave(seen, action):
 
 def test_a_drain_lasts_until_the_node_is_gone():
     over = dataclasses.replace(ASKED, state=State.BROKEN)
-    header, _ = rounds.seal(view(over, {"a": node(3), "b": node(3)}, "ab"), Seal(("a", "b"), ""))
+    header, _ = rounds.seal(view(over, {"a": node(3), "b": node(3)}, "ab"), Seal(("a", "b"), ""), LIMITS)
     assert (header.drains, header.drains_made) == (ASKED.drains, 1)
-    header, _ = rounds.seal(view(over, {"b": node(3), "c": node(3)}, "b"), Seal(("b", "c"), ""))
+    header, _ = rounds.seal(view(over, {"b": node(3), "c": node(3)}, "b"), Seal(("b", "c"), ""), LIMITS)
     assert header.drains == ()
     assert decode(Header, encode(FREED), "k") == FREED
 
@@ -283,7 +283,7 @@ def test_a_drain_lasts_until_the_node_is_gone():
 @pytest.mark.parametrize("waits", [node(after=7), node(round=7)])
 def test_a_used_round_number_is_not_reused(waits):
     seen = view(Header(1, State.BROKEN), {"a": node(1), "b": waits}, "a")
-    header, parts = rounds.seal(seen, Seal(("a", "b"), ""))
+    header, parts = rounds.seal(seen, Seal(("a", "b"), ""), LIMITS)
     assert header.round == 8
     assert {part.round for part in parts.values()} == {8}
 
@@ -327,7 +327,7 @@ def test_topology_orders_strangers():
 
 def test_seal_numbers_mixed_workers_and_roles():
     seen = view(Header(1, State.BROKEN), {"a": node(1, 2, role="t"), "b": node(1, 1, role="r"), "c": node(1, 3, role="t")}, "abc")
-    header, parts = rounds.seal(seen, next_action(seen, LIMITS, 0))
+    header, parts = rounds.seal(seen, next_action(seen, LIMITS, 0), LIMITS)
     sealed = header.round, header.state, header.nodes, header.world, header.address, header.port
     assert sealed == (2, State.RUNNING, 3, 6, "h", 1)
     assert parts == {

@@ -520,7 +520,7 @@ class NodeConfigurations:
 
 
 class JobUpkeep:
-    """Watches the job's record, and renews the lease of the records that belong to no node. For the rendezvous thread.
+    """Watches what holds for the whole job, and renews the lease of those records. For the rendezvous thread.
 
     That lease outlives the last node for a while, and lasts between two leaders.
     """
@@ -533,6 +533,7 @@ class JobUpkeep:
         self._header = header
         self._watches = OwnWatches(context, restore, restore)
         self._watches.add(context.keys.job, lambda _: restore())
+        self._watches.add(context.keys.configuration, lambda _: restore(), deletes_only=True)
 
     def renew(self, now: float) -> None:
         """Renew the lease if it is due. Raises LeaseLost."""

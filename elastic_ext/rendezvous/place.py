@@ -270,7 +270,8 @@ class RecordRepair:
         round           the same: the node writes the header that it remembers. A header that `precedes` it was brought back by a
                         node that had missed events, and is replaced. So the newest header that any node knows comes back.
         assign/ID       its node writes it again, while the header is still of that round
-        config          the leader writes it with each round; if it is lost, each node that was compared with this job
+        config          the leader writes it with each round, and once it is deleted; if all is lost, each node that was compared
+                        with this job. Meanwhile the leader compares who comes with the members: no round grows by a stranger
         last, ledger, charges, refused: lost records are forgotten
 
     Invariant: each of these writes is conditional on the record still being missing.

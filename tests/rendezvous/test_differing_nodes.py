@@ -147,6 +147,19 @@ def test_a_stranger_hears_despite_a_lost_record() -> None:
     assert few.nodes["z"].failure is not None
 
 
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_stranger_hears_despite_a_deleted_record(ends: bool) -> None:
+    """Only what the job runs with was deleted, by hand. Of a round that ends meanwhile the stranger is not part either."""
+    few = Launches("ab", Limits(2, 3, 0.0))
+    few.client.txn([], [Delete(KEYS.configuration)])
+    few.spawn("z")
+    if ends:
+        few.break_round("a")
+    few.settle(30.0)
+    assert few.nodes["z"].failure is not None
+    assert few.together() == {"a", "b"}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_stranger_hears_between_rounds_too(seed: int) -> None:
     """The pod that hosts the store is replaced by one with another script: both are in one round, or wait in silence."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from elastic_ext.base import records
 from elastic_ext.base.printable import cut, printable, redacted
@@ -33,6 +34,7 @@ ALIKE = (
     *("hang", "hang_timeout", "exit_codes", "bootstrap"),
 )
 GIVEN = ("local_dir",)
+PATHS = ("checkpoint_dir", "resume_from")  # may be written in several ways; `Settings` makes a local checkpoint_dir absolute
 # The leader's value holds for the job, or each node's own for itself.
 LOGGED = ("memory_limit", "budget_window", "kind_limits", "grow_at")
 
@@ -40,7 +42,14 @@ LOGGED = ("memory_limit", "budget_window", "kind_limits", "grow_at")
 @dataclass(frozen=True)
 class ConfiguredValue:
     key: str
-    text: str  # for people, and to compare
+    text: str  # for people
+
+    @property
+    def compared(self) -> str:
+        """What is compared: `/c/./d/` is `/c/d`. With `..` a path may lead elsewhere, by a symbolic link."""
+        if self.key not in PATHS:
+            return self.text
+        return self.text.rstrip("/") if "://" in self.text else str(PurePosixPath(self.text))
 
 
 @dataclass(frozen=True)
@@ -127,9 +136,10 @@ def _compared(placed: Sequence[tuple[str, Configuration]], at: str = "") -> Disa
 
 def _differing(placed: Sequence[tuple[str, Sequence[ConfiguredValue]]], at: str) -> str:
     places: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    shown = dict[tuple[str, str], str]()  # as the first one has written it
     for place, values in placed:
         for each in values:
-            places[each.key][each.text].append(place)
+            places[each.key][shown.setdefault((each.key, each.compared), each.text)].append(place)
     differing = [_phrase(key, by_text, at) for key, by_text in places.items() if len(by_text) > 1]
     more = f"; and {len(differing) - MOST_KEYS} more" if len(differing) > MOST_KEYS else ""
     return printable("; ".join(differing[:MOST_KEYS]) + more)  # anybody may have written a record

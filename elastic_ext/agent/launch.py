@@ -113,7 +113,9 @@ def program_of(spec: WorkerSpec, settings: Settings) -> WorkerProgram:
     script = program.program if program is not None else spec.entrypoint
     name = script if isinstance(script, str) else getattr(script, "__qualname__", "")
     versions = {"elastic_ext": elastic_ext.__version__, "torch": str(torch.__version__)}
-    return WorkerProgram(name, spec.role, spec.local_world_size, max_restarts(spec, settings), versions)
+    given = program.args if program is not None else spec.args if isinstance(script, str) else ()
+    arguments = tuple(map(str, given))  # those of a function may be anything
+    return WorkerProgram(name, spec.role, spec.local_world_size, max_restarts(spec, settings), versions, arguments)
 
 
 def max_restarts(spec: WorkerSpec, settings: Settings) -> int:

@@ -9,6 +9,8 @@ Invariant: no two nodes of a round differ in what must be alike. Only a node of 
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +28,8 @@ MOST_NAMES = 3  # of nodes, for one value
 NOT_SET = "not set"
 TO_DO = "give all nodes of a job the same script and settings, and each job an --rdzv-id of its own"
 SCRIPT = "script"
+ARGUMENTS = "arguments"
+MOST_ARGUMENTS = 16  # of a script that are compared one by one; a record must stay small
 DEFAULT_ROLE = "default"  # of torch; DEFAULT_ROLE in torch/distributed/elastic/agent/server/api.py
 
 # What decides for the whole job. Of local_dir each node may have another one, but all have one or none has.
@@ -37,6 +41,9 @@ GIVEN = ("local_dir",)
 PATHS = ("checkpoint_dir", "resume_from")  # may be written in several ways; `Settings` makes a local checkpoint_dir absolute
 # The leader's value holds for the job, or each node's own for itself.
 LOGGED = ("memory_limit", "budget_window", "kind_limits", "grow_at")
+
+
+_OPTION = re.compile(r"--[\w.-]{1,24}|-[A-Za-z]")  # a short one may have its value attached
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,7 @@ class WorkerProgram:
     workers: int
     max_restarts: int
     versions: Mapping[str, str]  # by package
+    arguments: tuple[str, ...] = ()  # of the script
 
 
 @dataclass(frozen=True)
@@ -82,10 +90,12 @@ class Disagreement:
 
 def of_node(settings: Settings, host: str, program: WorkerProgram) -> Configuration:
     """Return what this node writes. Nodes of another role may run another script."""
-    of_role = SCRIPT if program.role == DEFAULT_ROLE else f"{SCRIPT} of role {program.role}"
+    role = "" if program.role == DEFAULT_ROLE else f" of role {program.role}"
+    of_role = f"{SCRIPT}{role}"
     alike = {of_role: program.script.rpartition("/")[2], **{key: getattr(settings, key) for key in ALIKE}}
     alike |= {key: "set" if getattr(settings, key) else None for key in GIVEN}
     logged = {f"path of {of_role}": program.script, "max_restarts": program.max_restarts}
+    logged[f"{ARGUMENTS}{role}"] = _arguments(program.arguments)
     logged |= {**{key: getattr(settings, key) for key in LOGGED}, **program.versions}
     return Configuration(host, _values(alike), _values(logged))
 
@@ -100,6 +110,22 @@ def _text(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return cut(printable(redacted(str(value))), MAX_TEXT)
+
+
+def _arguments(given: Sequence[str]) -> str:
+    """Return 16 bits of a hash for each argument: enough to find which differ, and no secret is shown.
+
+    "--lr#1f3a 2#07c2"
+    """
+    parts = [(_name_of(given, at), each) for at, each in enumerate(given[:MOST_ARGUMENTS])]
+    parts += [("later", "\0".join(given[MOST_ARGUMENTS:]))] * (len(given) > MOST_ARGUMENTS)
+    return " ".join(f"{name}#{hashlib.blake2b(each.encode(errors='replace'), digest_size=2).hexdigest()}" for name, each in parts)
+
+
+def _name_of(given: Sequence[str], at: int) -> str:
+    """Return the name of the option, also of one whose value follows it; else the position."""
+    found = _OPTION.match(given[at]) or (_OPTION.fullmatch(given[at - 1]) if at else None)
+    return found[0] if found is not None else str(at + 1)
 
 
 def encode(value: Configuration) -> str:
@@ -148,9 +174,24 @@ def _differing(placed: Sequence[tuple[str, Sequence[ConfiguredValue]]], at: str)
 def _phrase(key: str, by_text: Mapping[str, Sequence[str]], at: str) -> str:
     """checkpoint_dir=/a on n1, n2 and 3 more, but not set on n6"""
     shown, ordered = [], sorted(by_text.items(), key=lambda each: (each[0] == NOT_SET, -len(each[1])))
+    if key.partition(" ")[0] == ARGUMENTS:
+        others = [place for _, places in ordered[1:] for place in places]
+        return _phrase_of_arguments(key, [text for text, _ in ordered], others, at)
     for text, places in ordered[:MOST_VALUES]:
-        more = f" and {len(places) - MOST_NAMES} more" if len(places) > MOST_NAMES else ""
         value = text if text == NOT_SET else f"{key}={text}"
-        shown.append(f"{value} {at}{', '.join(places[:MOST_NAMES])}{more}")
+        shown.append(f"{value} {at}{_named(places)}")
     more = f", and {len(ordered) - MOST_VALUES} more values" if len(ordered) > MOST_VALUES else ""
     return ", but ".join(shown) + more
+
+
+def _phrase_of_arguments(key: str, texts: Sequence[str], others: Sequence[str], at: str) -> str:
+    """arguments (--lr, 2) are others on n6. others: the places where they are not as in the first text."""
+    common = set(texts[0].split()).intersection(*(text.split() for text in texts[1:]))
+    differing = [each for text in texts for each in text.split() if "#" in each and each not in common]
+    names = list(dict.fromkeys(each.partition("#")[0] for each in differing)) or ["their order"]
+    return f"{key} ({_named(names)}) are others {at}{_named(others)}"
+
+
+def _named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"

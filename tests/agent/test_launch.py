@@ -31,6 +31,13 @@ def prepared(entrypoint: str, *args: str, **settings: Any) -> WorkerSpec:
     )
 
 
+@pytest.mark.parametrize("command", [("python", "-u", "ok.py", "--lr", "1"), ("run.sh", "--lr", "1")])
+def test_nodes_compare_the_arguments_of_a_program(command):
+    rendezvous: Any = None
+    spec = WorkerSpec("default", 1, rendezvous, entrypoint=command[0], args=command[1:])
+    assert launch.program_of(spec, Settings()).arguments == ("--lr", "1")
+
+
 @pytest.mark.parametrize(
     ("command", "settings", "said"),
     [

@@ -83,6 +83,28 @@ def test_other_differences_are_only_logged() -> None:
     assert differs.noted == f"{path}; max_restarts=3 on a, but max_restarts=5 on b; torch=2.13.0 on a, but torch=2.12.1 on b"
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "noted"),
+    [
+        ("--lr=1 --x", "--lr=1 --x", ""),
+        ("--lr=1", "--lr=2", "arguments (--lr) are others on b"),
+        ("--lr 1 a", "--lr 2 b", "arguments (--lr, 3) are others on b"),
+        ("--x --y", "--y --x", "arguments (their order) are others on b"),
+        ("-pHUSH", "-pOTHER", "arguments (-p) are others on b"),
+        ("HUSH=", "", "arguments (1) are others on b"),
+        ("--token=HUSH " + "x " * 20, "--token=OTHER " + "y", "arguments (--token, 2, 3 and 14 more) are others on b"),
+    ],
+)
+def test_other_arguments_are_named_without_values(first: str, second: str, noted: str) -> None:
+    """One may be a secret. Others are no mistake: a rank of the node, say."""
+    a, b = (
+        of(name, dataclasses.replace(PROGRAM, arguments=tuple(given.split()))) for name, given in (("a", first), ("b", second))
+    )
+    differs = among([a, b])
+    assert (differs.wrong, differs.noted) == ("", noted)
+    assert "HUSH" not in encode(a)
+
+
 def test_a_later_node_compares_itself_with_the_job() -> None:
     differs = with_job(of("a", checkpoint_dir="/c"), of("b"))
     assert differs.wrong == "checkpoint_dir=/c in the job, but not set on this node"

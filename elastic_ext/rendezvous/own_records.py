@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from elastic_ext.etcd import FROM_NOW, Batch, Began, Delete, Get, LeaseLost, LeaseSession, Put, Watch, absent, values
+from elastic_ext.etcd import FROM_NOW, Batch, Began, Compare, Delete, Get, LeaseLost, LeaseSession, Put, Watch, absent, values
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
@@ -98,6 +98,9 @@ class Registration:
         if self.node is None or self.session is None:
             return  # it has left meanwhile
         key = self._context.own_key
+        if self.created and self._context.client.txn([Compare(key, "create", "=", self.created)], [self._put()]).succeeded:
+            self._written = self.node  # a claim is sent once: small messages pass where large ones are lost
+            return
         written = self._context.client.txn([absent(key)], self.create_ops(), [Get(key), self._put()])
         found = written.readings[0].kv
         if written.succeeded:

@@ -178,6 +178,22 @@ def test_what_is_said_again_is_not_written():
     assert few.client.get(KEYS.node("a")).kv.version == before.version + 1
 
 
+def test_a_claim_is_sent_once(monkeypatch):
+    """In one small message: a path may lose large ones."""
+    few, sent = Few("a"), list[Put]()
+    node = few.nodes["a"]
+    txn = node.client.txn
+
+    def count(compares, on_success=(), on_failure=(), **more):
+        sent.extend(op for op in (*on_success, *on_failure) if isinstance(op, Put))
+        return txn(compares, on_success, on_failure, **more)
+
+    monkeypatch.setattr(node.client, "txn", count)
+    node.part.save_completed(1, 5)
+    few.until_says("a", lambda said: said.saved == 1)
+    assert [put.key for put in sent] == [KEYS.node("a")]
+
+
 def test_what_is_done_counts_for_its_round():
     few = Few("a")
     node = few.nodes["a"]

@@ -131,9 +131,11 @@ class Leader:
     def _view(self) -> rounds.View:
         header, records = self._header.value, self._records
         members = self._members.known(records.nodes)
-        others = sorted(records.nodes.keys() - members.keys(), key=records.joined.__getitem__) if header.round else ()
-        there = [id_ for id_ in members if id_ in records.nodes]  # what the others run with is not there either
-        strangers = records.configurations.strangers(others, header.round, there)
+        strangers: Collection[str] = ()
+        if header.round and (others := records.nodes.keys() - members.keys()):
+            in_order = sorted(others, key=records.joined.__getitem__)
+            there = [id_ for id_ in members if id_ in records.nodes]  # what the others run with is not there either
+            strangers = records.configurations.strangers(in_order, header.round, there)
         view = rounds.View(
             header,
             {id_: node for id_, node in records.nodes.items() if id_ not in strangers},
@@ -424,6 +426,7 @@ class NodeRecords:
                 elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
                     self.nodes.pop(id_, None)
                     self._known.pop(id_, None)
+                    self.configurations.forget(id_)
 
     @property
     def any_before(self) -> bool:
@@ -476,7 +479,7 @@ class NodeRecords:
 
 
 class NodeConfigurations:
-    """What the nodes run with. Each is read once. For the rendezvous thread."""
+    """What the nodes run with. Each is read once while its node is there. For the rendezvous thread."""
 
     def __init__(self, context: NodeContext) -> None:
         self._context = context
@@ -501,13 +504,17 @@ class NodeConfigurations:
         """Return which of these nodes differ in what must be alike from the members of this round, or from one that came before
         them: no round grows by them, and they leave.
         """
-        found, job = list[str](), self.of_round(round_, members) if nodes else None
+        found, job = list[str](), self.of_round(round_, members)
         for id_, known in self._known(nodes).items():
             if job is not None and configuration.with_job(job, known).wrong:
                 found.append(id_)
             else:
                 job = configuration.merged([job, known] if job is not None else [known])
         return found
+
+    def forget(self, id_: str) -> None:
+        """A node has left, or writes its records again."""
+        self._read.pop(id_, None)
 
     def _known(self, nodes: Collection[str]) -> Mapping[str, Configuration]:
         keys, reader, new = self._context.keys, self._context.reader, [id_ for id_ in nodes if id_ not in self._read]

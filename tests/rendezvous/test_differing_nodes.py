@@ -74,21 +74,13 @@ TWO = Limits(2, 2, 0.0)
 # A job that has ended, and is started again with a setting that was mended.
 
 
-def test_a_stopped_job_starts_with_mended_settings() -> None:
-    """Ctrl-C on all nodes, one setting is changed, the same command again: each of the new nodes leaves with 78."""
+@pytest.mark.parametrize("go", ["leave", "kill"])
+def test_an_ended_job_starts_with_mended_settings(go: str) -> None:
+    """Ctrl-C on all nodes, or SIGKILL, one setting is changed, the same command again: each of the new nodes leaves with 78."""
     few = Launches("ab", TWO)
-    few.break_round("a")
-    few.end("ab", "leave")
-    for name in ("z1", "z2"):
-        few.spawn(name)
-    few.settle(60.0)
-    assert few.together() == {"z1", "z2"}
-
-
-def test_a_killed_job_starts_with_mended_settings() -> None:
-    """As one with another --nnodes does."""
-    few = Launches("ab", TWO)
-    few.end("ab")
+    if go == "leave":
+        few.break_round("a")
+    few.end("ab", go)
     for name in ("z1", "z2"):
         few.spawn(name)
     few.settle(60.0)
@@ -221,6 +213,18 @@ def test_a_node_back_in_another_job_hears() -> None:
     few.spawn("z")
     few.settle(80.0)
     assert few.nodes["b"].failure is not None
+
+
+def test_a_leader_forgets_what_lost_nodes_ran_with() -> None:
+    """In a long job with many replaced nodes it would keep them all."""
+    few = Launches("ab", Limits(2, 3, 0.0))
+    few.spawn("c")
+    few.settle(15.0)
+    few.end("c")
+    few.settle(30.0)
+    leads = few.nodes[few.leader()].participant.election.leader
+    assert leads is not None
+    assert leads._records.configurations._read.keys() == {"a", "b"}
 
 
 # Roles.

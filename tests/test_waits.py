@@ -19,6 +19,7 @@ WHY = {
     "cli/status.py:_watch": "nothing tells a command of changes in an agent; every 2 s, as the page does",
     "embedded/hosting.py:await_addresses": "nothing tells when a name server has learned of a name",
     "embedded/service.py:look_after_leases": "a lease ends when its time is over",
+    "embedded/snapshot.py:keep": "nothing tells when a disk has room again",
     "rendezvous/job_status.py:_await_answer": "nothing tells when somebody begins to listen",
     "rendezvous/presence.py:_look": "nothing tells when etcd stops answering this node; a second, after a reset",
     "rendezvous/links.py:_confirm": "a dead node does not answer; only the end of the time tells so",

@@ -11,6 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from elastic_ext.base import records
@@ -22,6 +23,8 @@ from elastic_ext.etcd.messages import Message, etcdrpc
 from elastic_ext.own_etcd.saved_keys import GOODPUT_EVERY_S, LEAST_LEASE_S, MAX_BYTES, SCHEMA, SavedFile, SavedKey, is_for_good
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, decode
+
+WRITE_AGAIN_S = 5.0  # after a failure: nothing reports that a disk has room again
 
 
 def check_ledger_path(path: str) -> None:
@@ -90,14 +93,25 @@ class SnapshotFile:
         self._seen = self._keyspace.revision
 
     async def keep(self) -> None:
-        """Write the file after changes, for as long as the store runs: goodput at most once in GOODPUT_EVERY_S."""
+        """Write the file after changes, for as long as the store runs: goodput at most once in GOODPUT_EVERY_S.
+
+        What cannot be written is written later, with what has changed since: no failure ends this, and with it the store.
+        """
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(ThreadPoolExecutor(1))  # else it is imported at its first use: not without a free descriptor
         while True:
             await self._changed.wait()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._soon.wait(), GOODPUT_EVERY_S)
             text = self._text()
-            self._writing = asyncio.get_running_loop().run_in_executor(None, self._write, text)
-            self._report(await asyncio.shield(self._writing))
+            try:
+                self._writing = loop.run_in_executor(None, self._write, text)
+                trouble = await asyncio.shield(self._writing)
+            except RuntimeError as error:  # no thread can be started
+                trouble = str(error)
+            self._report(trouble)
+            if trouble:
+                await asyncio.sleep(WRITE_AGAIN_S)
 
     def write_now(self) -> None:
         """Write what has changed, before this returns."""
@@ -148,7 +162,12 @@ class SnapshotFile:
         return ""
 
     def _report(self, trouble: str) -> None:
-        """Warn when it begins or changes."""
+        """Note what is still to be written. Warn when the trouble begins, changes or ends."""
+        if trouble:
+            self._changed.set()
+            self._soon.set()
         if trouble and trouble != self._trouble:
-            self._warn(f"ledger_file {self._path} cannot be written; the budget will not outlive this launch: {trouble}")
+            self._warn(f"ledger_file {self._path} cannot be written; until it can, the budget outlives no launch: {trouble}")
+        elif self._trouble and not trouble:
+            self._warn(f"ledger_file {self._path} is written again")
         self._trouble = trouble

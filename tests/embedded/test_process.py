@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import os
 import queue
+import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-from elastic_ext.base.helper_process import Helper, HelperConnection, text_of
+from elastic_ext.base.helper_process import Helper, HelperConnection, peer_of, text_of
 from elastic_ext.embedded.plan import StorePlan, socket_of
 from elastic_ext.etcd import Put
 from elastic_ext.rendezvous.keys import JobKeys
@@ -167,3 +170,62 @@ def test_an_isolated_node_keeps_the_store(plan):
 def reachable(plan: StorePlan) -> bool:
     """Whether a store listens: its name is in the kernel's table of Unix sockets."""
     return f"@{socket_of(plan.port)[1:]}\n" in Path("/proc/net/unix").read_text()
+
+
+def store_of(plan: StorePlan) -> int:
+    """The process of the store."""
+    with socket.socket(socket.AF_UNIX) as asks:
+        asks.connect(socket_of(plan.port).encode())
+        return peer_of(asks).pid
+
+
+@contextmanager
+def no_descriptor_left(plan: StorePlan) -> Iterator[None]:
+    """The store can open nothing."""
+    store = store_of(plan)
+    before = resource.prlimit(store, resource.RLIMIT_NOFILE)
+    resource.prlimit(store, resource.RLIMIT_NOFILE, (3, before[1]))
+    yield
+    resource.prlimit(store, resource.RLIMIT_NOFILE, before)
+
+
+@contextmanager
+def full_disk(plan: StorePlan) -> Iterator[None]:
+    """The disk of the ledger has no room."""
+    fill = Path(plan.ledger_file).with_name("fill")
+    with suppress(OSError), fill.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x")
+    yield
+    fill.unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to mount a disk")
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "none", str(tmp_path)], check=True)
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"), [(no_descriptor_left, "Too many open files"), (full_disk, "No space left on device")]
+)
+def test_an_unwritten_record_is_written_later(plan, small_disk, trouble, said):
+    """What it meets is named once. The store goes on, and its file holds all records once it can be written."""
+    path = small_disk / "ledger"
+    kept = dataclasses.replace(plan, ledger_file=str(path))
+    with agent(kept) as made, EtcdClient(f"127.0.0.1:{kept.port}") as client:
+        assert made.said.get(timeout=LIMIT_S)[0] == "taken"
+        first = client.revision(KEYS.ledger) >> 32  # the connection is there
+        with trouble(kept):
+            client.txn([], [Put(KEYS.ledger, "first")])
+            warning = made.said.get(timeout=LIMIT_S)
+            client.txn([], [Put(KEYS.ledger, "second")])
+        assert warning[0] == "warning"
+        assert f"cannot be written; until it can, the budget outlives no launch: {said}" in warning[1]
+        assert made.said.get(timeout=LIMIT_S) == ("warning", f"ledger_file {path} is written again")
+        until(lambda: base64.b64encode(b"second").decode() in path.read_text())
+        assert birth(kept) == first
+        assert made.said.empty()

@@ -18,6 +18,8 @@ class EmbeddedServer(ServerProcess):
     """One store. Its port stays the same over restarts; its data does not."""
 
     client_port: int = field(default_factory=free_port)
+    host: str = "127.0.0.1"  # where it listens
+    files: int | None = None  # how many it may open; None: as many as this process
     process: subprocess.Popen[bytes] | None = None
     _agent: socket.socket | None = None
 
@@ -39,11 +41,13 @@ class EmbeddedServer(ServerProcess):
 
     def start(self) -> None:
         command = isolated.command("elastic_ext.embedded.process")
+        if self.files is not None:
+            command = ["sh", "-c", f'ulimit -n {self.files} && exec "$0" "$@"', *command]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with self.process.stdin as stdin, self.process.stdout as stdout:
-            stdin.write(StorePlan("127.0.0.1", self.client_port).dump())
+            stdin.write(StorePlan(self.host, self.client_port).dump())
             stdin.close()
             assert stdout.readline() == UP
         self._agent = socket.socket(socket.AF_UNIX)  # without an agent it ends by itself

@@ -22,12 +22,14 @@ from dataclasses import dataclass
 import grpc  # type: ignore[import-untyped, unused-ignore]
 import grpc.aio  # type: ignore[import-untyped, unused-ignore]
 
+from elastic_ext.base import open_files
 from elastic_ext.base.helper_process import ACCEPT_AGAIN_S, BACKLOG, BUSY, UP, Agents
 from elastic_ext.base.records import RecordError
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.plan import StorePlan, socket_of
 from elastic_ext.embedded.service import OPTIONS, Service
 from elastic_ext.embedded.snapshot import SnapshotFile
+from elastic_ext.embedded.strangers import LOOK_S, Strangers
 from elastic_ext.own_etcd.decisions import Lifetime
 from elastic_ext.rendezvous.keys import ROOT, JobKeys
 from elastic_ext.rendezvous.round_records import Header, decode
@@ -85,14 +87,17 @@ class Process:
         if plan.ledger_file:
             self._snapshot = SnapshotFile(self._keyspace, plan.run_id, plan.ledger_file, self._warn)
             self._snapshot.restore(time.monotonic())
-        self._service = Service(self._keyspace, self._changed.set, self._on_change)
+        self._strangers = Strangers(open_files.raised())
+        self._service = Service(self._keyspace, self._changed.set, self._on_change, self._strangers.has_called)
         self._started = time.monotonic()
         self._quiet: float | None = self._started
         self._signalled: float | None = None
 
     async def run(self) -> None:
         """Serve until the end. Raises RuntimeError: the port is taken."""
-        server = grpc.aio.server(options=OPTIONS)
+        # Older gRPC does not know this bound: there strangers have the last descriptors, too, until the next look at them.
+        bound = ("grpc.max_allowed_incoming_connections", self._strangers.bounds.total)
+        server = grpc.aio.server(options=[*OPTIONS, bound])
         server.add_generic_rpc_handlers(tuple(self._service.handlers()))
         self._listen(server)
         await server.start()
@@ -102,7 +107,7 @@ class Process:
             loop.add_signal_handler(each, self._signal)
         for each in (signal.SIGUSR1, signal.SIGUSR2):  # Slurm's --signal goes to every process of a step
             signal.signal(each, signal.SIG_IGN)
-        tasks = [asyncio.ensure_future(self._service.look_after_leases())]
+        tasks = [asyncio.ensure_future(each) for each in (self._service.look_after_leases(), self._end_strangers())]
         if self._snapshot is not None:
             tasks.append(asyncio.ensure_future(self._snapshot.keep()))
         for task in tasks:
@@ -163,6 +168,16 @@ class Process:
     def _warn(self, text: str) -> None:
         self._warnings.append(text)
         self._changed.set()
+
+    async def _end_strangers(self) -> None:
+        """End the connections of strangers, for as long as the store runs. Warn when they become too many."""
+        crowded = False
+        while True:
+            await asyncio.sleep(LOOK_S)
+            crowd = self._strangers.look(time.monotonic())
+            if crowd and not crowded:
+                self._warn(f"the job's store ends connections to port {self._plan.port}, members stay: {crowd}")
+                crowded = True
 
     def _signal(self) -> None:
         self._signalled = self._signalled or time.monotonic()

@@ -135,10 +135,11 @@ class Service:
         keyspace: Keyspace,
         on_streams: Callable[[], None] = lambda: None,
         on_change: Callable[[], None] = lambda: None,
+        on_call: Callable[[str], None] = lambda peer: None,
     ) -> None:
-        """on_streams: called when `streams` has changed. on_change: after each change of a key."""
+        """on_streams: called when `streams` has changed. on_change: after each change of a key. on_call: with its peer."""
         self.streams = 0  # number of open streams of watches; each agent has one while it is in a job
-        self._on_streams, self._on_change = on_streams, on_change
+        self._on_streams, self._on_change, self._on_call = on_streams, on_change, on_call
         self._keyspace = keyspace
         self._rpc: Any = etcdrpc()
         self._wakes: set[asyncio.Event] = set()  # of the streams
@@ -196,6 +197,7 @@ class Service:
 
     def _unary(self, answer: Callable[[Message], Message]) -> Callable[[Message, ServicerContext], Awaitable[Message]]:
         async def call(request: Message, context: ServicerContext) -> Message:
+            self._on_call(context.peer())
             try:
                 response = answer(request)
             except Refused as refused:
@@ -218,10 +220,12 @@ class Service:
         return self._rpc.StatusResponse(header=header, version=VERSION, dbSize=self._keyspace.size, leader=1, raftTerm=1)
 
     async def _keep_alive(self, requests: AsyncIterator[Message], context: ServicerContext) -> AsyncIterator[Message]:
+        self._on_call(context.peer())
         async for request in requests:
             yield self._keyspace.keep_alive(request, time.monotonic())
 
     async def _watch(self, requests: AsyncIterator[Message], context: ServicerContext) -> AsyncIterator[Message]:
+        self._on_call(context.peer())
         watches, wake = Watches(self._keyspace), asyncio.Event()
         reading = asyncio.ensure_future(_read(requests, watches, wake))
         self._wakes.add(wake)

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-logger = logging.getLogger(__name__)
+from elastic_ext.base.open_files import MAX_FILES, limit, raise_limit
 
-MAX_FILES = 1 << 20  # the kernel's default maximum (fs.nr_open); a hard limit may be 2 ** 63
+logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _agents = 0  # how many agents of this process have raised the limit
@@ -51,7 +51,7 @@ def raised() -> Iterator[None]:
     global _agents, _user_limit
     with _lock:
         if not _agents:
-            _user_limit = _raise()
+            _user_limit = raise_limit()
         _agents += 1
     try:
         yield
@@ -64,32 +64,6 @@ def raised() -> Iterator[None]:
                 except (OSError, ValueError) as error:  # the hard limit was lowered
                     logger.info("cannot restore the limit on open files: %s", error)
                 _user_limit = None
-
-
-def _raise() -> tuple[int, int] | None:
-    """Raise the limit and return the previous one; None if it could not be raised."""
-    before = limit()
-    if before is None:
-        return None
-    soft, hard = before
-    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
-    if soft == resource.RLIM_INFINITY or wanted <= soft:
-        return None
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    except (OSError, ValueError) as error:
-        logger.info("cannot raise the limit on open files, it stays at %s: %s", soft, error)
-        return None
-    return before
-
-
-def limit() -> tuple[int, int] | None:
-    """Return the soft and the hard limit; None if the kernel refuses to say (a seccomp profile)."""
-    try:
-        return resource.getrlimit(resource.RLIMIT_NOFILE)
-    except OSError as error:
-        logger.info("cannot read the limit on open files: %s", error)
-        return None
 
 
 def restore_user_limit(pid: int) -> None:

@@ -13,7 +13,6 @@ helper   {"say": "stays", "text": ...}                  it goes on without the a
 from __future__ import annotations
 
 import atexit
-import collections
 import errno
 import json
 import logging
@@ -40,7 +39,9 @@ OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 ACCEPT_AGAIN_S = 1.0  # pause then
 BACKLOG = 64  # agents that connect while the helper starts
 SEND_S = 1.0  # an agent that is stopped does not read; it misses what it could have read
-TRIES, TRIES_S = 8, 60.0  # starts and entries of one agent within this time: one that always dies is not started for ever
+TRIES = 8  # of one entry, each a start or a connection: others may start and end helpers meanwhile
+PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 10.0)  # before each start after an end; the last one then stays
+STEADY_S = 60.0  # a helper that has run for so long has ended for once
 START_S = 120.0  # until it listens: it may wait for the end of an earlier one, and its disk may hang
 END_S = 12.0  # for the helper to leave nothing behind: milliseconds, or the lease of a host that was lost just before the end
 ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "LANG", "PYTHONHOME")  # nothing by which a reaper would find it
@@ -130,8 +131,28 @@ class Helper:
         return os.fsencode(self.address) if self.address.startswith("\0") else self.address
 
 
+@dataclass(frozen=True)
+class Restart:
+    """When to start a helper that has ended. row: the number of ends, and of failed starts, with less than STEADY_S between."""
+
+    row: int
+    pause_s: float
+    reason: str
+
+
+def restart(row: int, since: float, now: float) -> Restart:
+    """Return when to start a helper that has just ended: always, while an agent needs it.
+
+    row: the one before. since: when the agent entered, or failed to, for the last time. Times are monotonic.
+    """
+    row = row + 1 if now - since < STEADY_S else 1
+    pause_s = PAUSES_S[min(row, len(PAUSES_S)) - 1]
+    reason = f" in {pause_s:g} s: its end number {row}, each within {STEADY_S:g} s of the start" if pause_s else ""
+    return Restart(row, pause_s, f"starting another{reason}")
+
+
 class HelperConnection:
-    """One agent's connection to a helper, until `close`."""
+    """One agent's connection to a helper, until `close`. It starts the helper again for as long as it is open."""
 
     def __init__(
         self, helper: Helper, on_message: Callable[[Message], None], on_enter: Callable[[], None] = lambda: None
@@ -141,10 +162,9 @@ class HelperConnection:
         on_message: called with each message, on a thread of its own. on_enter: after each entering, before anything is received.
         """
         self._helper, self._on_message, self._on_enter = helper, on_message, on_enter
-        self._leaving = self._failed = False
+        self._leaving, self._failed = threading.Event(), False
         self._lock = threading.Lock()
         self._started: list[subprocess.Popen[bytes]] = []
-        self._tries: collections.deque[float] = collections.deque(maxlen=TRIES)  # monotonic
         self._connection = self._enter()
         self._thread = threading.Thread(target=self._run, name=f"elastic_ext {helper.name}"[:60], daemon=True)
         self._thread.start()
@@ -156,9 +176,9 @@ class HelperConnection:
         Where the helper's host or container ends with its last agent, so would the helper: this is why the last one waits.
         """
         with self._lock:
-            if self._leaving:
+            if self._leaving.is_set():
                 return
-            self._leaving = True
+            self._leaving.set()
         atexit.unregister(self.close)
         send(self._connection, {"say": "leaves"})
         try:
@@ -172,7 +192,8 @@ class HelperConnection:
     # Entering: on the thread of the constructor, then on our own.
 
     def _enter(self) -> socket.socket:
-        while True:
+        """Raises HelperFailed, OSError."""
+        for _ in range(TRIES):
             connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 connection.connect(self._helper.where)
@@ -185,21 +206,13 @@ class HelperConnection:
                     raise HelperFailed(
                         f"{self._helper.name} on this host is that of user {user}: use another port, or wait for its end"
                     )
-                self._count_try()
                 send(connection, {"say": "hello", "version": VERSION, "job": self._helper.job})
                 self._on_enter()
                 return connection
-
-    def _count_try(self) -> None:
-        """Raises HelperFailed after TRIES within TRIES_S."""
-        now = time.monotonic()
-        if len(self._tries) == TRIES and now - self._tries[0] < TRIES_S:
-            raise HelperFailed(f"{self._helper.name} on this host keeps ending: {TRIES} tries within {TRIES_S:g} s")
-        self._tries.append(now)
+        raise HelperFailed(f"{self._helper.name} on this host keeps ending: {TRIES} tries")
 
     def _start(self) -> None:
         """Start a helper, and return when it, or another one, listens. Raises HelperFailed."""
-        self._count_try()
         name = self._helper.name
         if not self._helper.address.startswith("\0"):
             Path(self._helper.address).parent.mkdir(mode=0o700, exist_ok=True)
@@ -230,27 +243,44 @@ class HelperConnection:
 
     def _run(self) -> None:
         """Take what the helper says; enter again if it is gone."""
+        row, since = 0, time.monotonic()
         while True:
-            lines = MessageReader(self._connection)
-            while not lines.ended:
-                for message in lines.read():
-                    self._failed = self._failed or text_of(message, "say") == "failed"
-                    self._on_message(message)
+            self._listen()
             with self._lock:
-                if self._leaving or self._failed:
+                if self._leaving.is_set() or self._failed:
                     return
-            logger.warning("%s on this host is gone; starting another", self._helper.name)
             self._connection.close()
-            try:
-                self._connection = self._enter()
-                with self._lock:
-                    if self._leaving:  # it began while there was no connection
-                        send(self._connection, {"say": "leaves"})
-            except (errors.ElasticExtError, OSError) as error:
-                logger.error("%s", error)
-                self._on_message({"say": "failed", "text": str(error)})
-                return
+            now, said, logged = time.monotonic(), "is gone", ("", 0.0)
+            while said:
+                again = restart(row, since, now)
+                if (said, again.pause_s) != logged:
+                    logger.warning("%s on this host %s; %s", self._helper.name, said, again.reason)
+                    logged = said, again.pause_s
+                if self._leaving.wait(again.pause_s):
+                    return
+                said = self._enter_again()
+                row, now = again.row, time.monotonic()
+                since = now
             self._reap()
+
+    def _listen(self) -> None:
+        """Take what the helper says until its end."""
+        lines = MessageReader(self._connection)
+        while not lines.ended:
+            for message in lines.read():
+                self._failed = self._failed or text_of(message, "say") == "failed"
+                self._on_message(message)
+
+    def _enter_again(self) -> str:
+        """Return what went wrong; "": nothing."""
+        try:
+            self._connection = self._enter()
+        except (errors.ElasticExtError, OSError) as error:
+            return f"does not come back ({error})"
+        with self._lock:
+            if self._leaving.is_set():  # it began while there was no connection
+                send(self._connection, {"say": "leaves"})
+        return ""
 
     def _reap(self) -> None:
         """Let no helper that has ended stay as a zombie for as long as this agent runs."""

@@ -271,6 +271,23 @@ def test_a_store_that_is_killed_is_replaced(two):
     assert attempts(*jobs) == {0}, [job.err for job in jobs]
 
 
+def test_a_store_that_keeps_dying_comes_back(two):
+    """For as long as the job trains; a worker that is lost while there is no store costs a restart, as ever."""
+    jobs = train(two)
+    for death in range(6):
+        store = two.store()
+        os.kill(store, signal.SIGKILL)
+        assert wait_gone([store]) == []
+        if death == 4:
+            os.kill(workers(*jobs)[0], signal.SIGKILL)
+        assert two.on_first(AWAIT_RECORDS, "2") == "2"
+    for job in jobs:
+        job.wait_for(seen(2, 1))
+    jobs[0].wait_for("the embedded store on this host is gone; starting another in 4 s: its end number 5")
+    finish(two, *jobs)
+    assert attempts(*jobs) == {0, 1}, [job.err for job in jobs]
+
+
 def test_a_store_that_stood_still_goes_on(two):
     ttl_s = 2
     jobs = train(two, f"lease_ttl={ttl_s}")

@@ -278,7 +278,9 @@ class EmbeddedStore:
         )
 
     def follow(self, client: EtcdClient) -> None:
-        """Do nothing: the store stays where it is."""
+        """Have this client say whose store it is. It stays where it is."""
+        where = "this" if self.hosted_here else "that"
+        client.helped_by(f"the job's store is at {self.endpoint}; its agents on {where} host start it again")
 
     def close(self) -> None:
         """Leave. If the job is over, return when its store has ended. A second call does nothing."""

@@ -241,6 +241,7 @@ class Caller:
         self.closed = closed  # set when the client is closed
         self.threads = Threads()  # those of calls that run on their own (see `race`)
         self.observer: CallObserver = NoObserver()  # hears of each attempt
+        self.who_helps = ""  # see `errors.unavailable`
 
     def call(
         self,
@@ -330,7 +331,8 @@ class Caller:
         addresses = 1 if run.only is not None else len(self.endpoints.endpoints)
         all_tls = len(run.failures) == addresses and all(seen.kind is ErrorKind.TLS for seen in run.failures.values())
         if maybe_applied or (all_tls and connection.renewed_at < run.began) or run.left() <= 0:
-            raise errors.unavailable(run.what, list(run.failures.values()), run.timeout_s, maybe_applied, self._tls_advice)
+            found = list(run.failures.values())
+            raise errors.unavailable(run.what, found, run.timeout_s, maybe_applied, self._tls_advice, self.who_helps)
         if run.tried % run.connections == 0:
             pause = pause_s(run.tried // run.connections - 1) - (time.monotonic() - run.began)
             self.closed.wait(max(0.0, min(pause, run.left())))

@@ -139,6 +139,10 @@ class EtcdClient:
         """Use these addresses instead of those before: the members of the cluster have changed."""
         self._endpoints.replace(parse_endpoints(endpoints))
 
+    def helped_by(self, who: str) -> None:
+        """Let errors of a cluster that does not answer say this, instead of what to check: who starts it again."""
+        self._caller.who_helps = who
+
     def observe(self, observer: CallObserver) -> None:
         """Let this observer, instead of the one before, hear of all calls from now on."""
         self._caller.observer = observer

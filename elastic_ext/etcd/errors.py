@@ -159,11 +159,17 @@ def fatal_error(failure: RpcFailure, what: str, user: str | None) -> EtcdError:
 
 
 def unavailable(
-    what: str, failures: list[RpcFailure], timeout_s: float, maybe_applied: bool, tls_advice: Callable[[], str]
+    what: str,
+    failures: list[RpcFailure],
+    timeout_s: float,
+    maybe_applied: bool,
+    tls_advice: Callable[[], str],
+    who_helps: str = "",
 ) -> EtcdError:
     """Return the error for a call that ran out of time, or whose certificates were refused everywhere.
 
     failures: the last one of each endpoint. timeout_s: of the whole call. tls_advice: returns what to do about certificates.
+    who_helps: who starts the servers again; "": the user.
     """
     seen = "; ".join(f"{failure.endpoint}: {failure.text}" for failure in failures) or "no attempt completed"
     silent = bool(failures) and all(failure.silent for failure in failures)
@@ -175,7 +181,7 @@ def unavailable(
     # A server with TLS answers a client without it like this, and vice versa; so does a server that is just stopping.
     cut_off = any(word in seen.lower() for word in ("socket closed", "connection reset", "handshake"))
     hint = ", http:// versus https://, the client certificate" if cut_off else ""
-    advice = f"check the addresses{hint} and that the server is running"
+    advice = who_helps or f"check the addresses{hint} and that the server is running"
     return Unavailable(f"{what}: no endpoint answered within {round(timeout_s, 2):g} s ({seen}); {advice}", silent=silent)
 
 

@@ -172,7 +172,7 @@ class OwnStore(Protocol):
         """Return whether it would be lost with this node."""
 
     def follow(self, client: EtcdClient) -> None:
-        """Keep this client's endpoints up to date: members may be replaced."""
+        """Keep this client's endpoints up to date, where members may be replaced, and what it says of them."""
 
     def close(self) -> None:
         """Leave; the store ends with the job."""

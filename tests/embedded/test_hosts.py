@@ -284,6 +284,8 @@ def test_a_store_that_keeps_dying_comes_back(two):
     for job in jobs:
         job.wait_for(seen(2, 1))
     jobs[0].wait_for("the embedded store on this host is gone; starting another in 4 s: its end number 5")
+    for job, which in zip(jobs, ("this", "that"), strict=True):
+        job.wait_for(f"the job's store is at {FIRST}:{PORT}; its agents on {which} host start it again")
     finish(two, *jobs)
     assert attempts(*jobs) == {0, 1}, [job.err for job in jobs]
 

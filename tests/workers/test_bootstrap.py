@@ -223,6 +223,47 @@ def test_ctrl_c_ends_by_sigint(tmp_path: Path, worker: Worker, flags: "tuple[str
     assert not flags or worker.error["elastic_ext"]["type"] == "KeyboardInterrupt"
 
 
+# SIGINT as an import calls our finder, which looks at this module: in the script, then while its end is noted.
+INTERRUPTED_IMPORT = """
+import signal, sys
+class Module(int):
+    register_optimizer_step_post_hook = property(signal.raise_signal)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.modules["torch.optim.optimizer"] = Module(signal.SIGINT)
+import wave
+"""
+
+
+@pytest.mark.seam
+def test_ctrl_c_shows_the_script_alone(tmp_path: Path, worker: Worker) -> None:
+    code, _, err = run_text(tmp_path, INTERRUPTED_IMPORT, worker.environ)
+    assert (code, re.findall("(?m)^  File .*", err)[0]) == (-signal.SIGINT, f'  File "{tmp_path}/script.py", line 7, in <module>')
+    assert not re.search("File .*/elastic_ext/", err), err
+    assert not re.search(r"runner\.py|elastic_ext/", str(worker.error)), worker.error
+
+
+# SIGINT as soon as one of our files is loaded.
+INTERRUPTED_LOAD = """
+from _frozen_importlib_external import SourceFileLoader
+def get_code(self, name, load=SourceFileLoader.get_code):
+    if self.path.endswith("{name}.py"):
+        raise KeyboardInterrupt
+    return load(self, name)
+SourceFileLoader.get_code = get_code
+"""
+
+
+@pytest.mark.seam
+@once
+@pytest.mark.parametrize("name", ["runner", "worker_env", "saves"])
+def test_ctrl_c_before_the_script_shows_nothing(tmp_path: Path, name: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED_LOAD.format(name=name))
+    worker = Worker(tmp_path, journal=str(tmp_path / "journal"), saves_below=[str(tmp_path)])
+    code, out, err = run_text(tmp_path, "print(1)", {**worker.environ, "PYTHONPATH": str(tmp_path)})
+    assert (code, out) == (-signal.SIGINT, "")
+    assert not re.search("File .*/elastic_ext/", err), err
+
+
 @pytest.mark.seam
 @once
 def test_importing_it_does_nothing() -> None:

@@ -27,14 +27,19 @@ import sys
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):  # Python 3.10 has only -I
         del sys.path[0]  # the directory of this file: nothing may be imported from it by its short name
-    import atexit
-    from _frozen_importlib_external import SourceFileLoader
+    try:
+        import atexit
+        from _frozen_importlib_external import SourceFileLoader
 
-    _path = __file__.rpartition("/")[0] + "/runner.py"
-    _runner = type(sys)("elastic_ext_runner")
-    _runner.__file__ = _path
-    exec(SourceFileLoader(_runner.__name__, _path).get_code(_runner.__name__), _runner.__dict__)  # type: ignore[arg-type]
+        _path = __file__.rpartition("/")[0] + "/runner.py"
+        _runner = type(sys)("elastic_ext_runner")
+        _runner.__file__ = _path
+        exec(SourceFileLoader(_runner.__name__, _path).get_code(_runner.__name__), _runner.__dict__)  # type: ignore[arg-type]
 
-    del sys.orig_argv[-len(sys.argv)]  # this file
-    atexit.register(_runner.exit_handlers_are_done)  # the first handler registered is the last to run
-    _runner.run_as_main(sys.argv[1:], _runner.worker_message())
+        del sys.orig_argv[-len(sys.argv)]  # this file
+        atexit.register(_runner.exit_handlers_are_done)  # the first handler registered is the last to run
+        _message = _runner.worker_message()
+    except KeyboardInterrupt:
+        sys.excepthook = lambda kind, error, _: sys.__excepthook__(kind, error.with_traceback(None), None)
+        raise
+    _runner.run_as_main(sys.argv[1:], _message)

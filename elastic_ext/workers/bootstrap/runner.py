@@ -43,6 +43,7 @@ else:
     worker_env = _load("worker_env", os.pardir)
     error_file = _load("error_file")
 
+_OURS = f"{os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir))}/"  # what is loaded by path, in tracebacks
 _SAFE_PATH = getattr(sys.flags, "safe_path", sys.flags.isolated)  # Python 3.10 has only -I
 _PY_FILE_INPUT = 257  # Py_file_input
 
@@ -59,24 +60,30 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     Raises the script's exception unchanged: the caller lets it reach the interpreter, which then ends the process as usual.
     This also works in a forked child: the printed traceback omits the callers' frames.
     """
-    _connect_stderr(message)
-    worker_env.leave_notices_to_the_agent()
-    pid, row = os.getpid(), _arm(message)
-    sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file
-    namespace = fresh_main()
+    pid = os.getpid()
+    row: memoryview | None = None
+    namespace: Namespace = {}
     run: Callable[..., object] | None = None
     try:
+        _connect_stderr(message)
+        worker_env.leave_notices_to_the_agent()
+        row = _arm(message)
+        sys.argv[:] = ["-m", *argv[2:]] if argv[:1] == ["-m"] else argv  # runpy replaces "-m" with the module's file
+        namespace = fresh_main()
         run, arguments = resolve(argv, namespace)
         run(*arguments)
         _saves.script_left(None)
     except BaseException as error:
         ended_ns = time.monotonic_ns()  # before the error file is written, which takes time
+        # The terminal sends SIGINT, and the agent once more: the second one must not interrupt what follows.
+        heard = _signal.signal(_signal.SIGINT, _signal.SIG_IGN) if isinstance(error, KeyboardInterrupt) else None
         # A child forked by the script also gets here, but only the process that the agent started reports to the agent.
         recorded = pid == os.getpid() and _record(error, row, ended_ns)
         _reports.ending(error, ended_ns)
         _saves.script_left(error)
         if not isinstance(error, SystemExit):
-            _show_without_our_frames(recorded and message.get("quiet_traceback") is True, namespace if run is exec else {})
+            quiet = recorded and message.get("quiet_traceback") is True
+            _show_without_our_frames(quiet, namespace if run is exec else {}, heard)
         raise
     finally:
         _reports.modules()
@@ -328,7 +335,7 @@ def _record(error: BaseException, row: "memoryview | None", raised_ns: int) -> b
         return False
     first_step_done = bool(row[layout.STEPS]) if row and row[layout.OPTIM_HOOKED] else None
     try:
-        return error_file.write(path, error, _without_our_frames(error.__traceback__), first_step_done, raised_ns)
+        return error_file.write(path, error, _without_our_frames(error), first_step_done, raised_ns)
     except Exception as failure:  # noqa: BLE001 - this runs the exception's own code, and nothing may change how the script ends
         reason = error_file.text_of(failure)
         _warn(f"cannot write the error file {path}: {reason}; the agent will see only the exit code")
@@ -340,42 +347,60 @@ def _says_why(exit_: SystemExit) -> bool:
     return error_file.runpy_refusal(exit_) is not None or not (exit_.code is None or isinstance(exit_.code, int))
 
 
-def _without_our_frames(trace: "TracebackType | None") -> "TracebackType | None":
-    """Return the traceback from the script's first frame on, or `trace` itself if it contains none of our frames."""
-    seen = trace
+def _without_our_frames(error: BaseException) -> "TracebackType | None":
+    """Return the traceback from the script's first frame on, or all of it if it contains none of our frames.
+
+    Later frames of ours are left out, too: Ctrl-C may come, or a signal handler of the script may run, while Python calls us.
+    They stay at the end of an Exception, which is a bug of ours, or is raised on purpose.
+    """
+    seen = error.__traceback__
     while seen is not None and not _is_ours(seen):
         seen = seen.tb_next  # callers of run_as_main
     if seen is None:
-        return trace
-    while seen is not None and _is_ours(seen):
-        seen = seen.tb_next
-    return seen
+        return error.__traceback__
+    first = step = _next_of_script(seen)
+    while step is not None:
+        following = _next_of_script(step)
+        if following is not None or not isinstance(error, Exception):
+            step.tb_next = following
+        step = following
+    return first
+
+
+def _next_of_script(trace: "TracebackType") -> "TracebackType | None":
+    following = trace.tb_next
+    while following is not None and _is_ours(following):
+        following = following.tb_next
+    return following
 
 
 def _is_ours(trace: "TracebackType") -> bool:
-    return trace.tb_frame.f_globals is globals()
+    return trace.tb_frame.f_code.co_filename.startswith(_OURS)
 
 
-def _show_without_our_frames(quiet: bool, namespace: "Namespace") -> None:
+def _show_without_our_frames(quiet: bool, namespace: "Namespace", heard: object) -> None:
     """Install an excepthook that shows the current exception as if the interpreter had run the script itself.
 
     quiet: the agent shows it; print nothing unless the script has its own excepthook. namespace: loses its file names afterwards.
+    heard: handles SIGINT again; None: as it is.
     """
     previous = getattr(sys, "excepthook", sys.__excepthook__)
     silent = quiet and _is_default(previous)
 
     def excepthook(kind: "type[BaseException]", error: BaseException, trace: "TracebackType | None") -> None:
         sys.excepthook = previous
-        trace = sys.last_traceback = _without_our_frames(trace)
+        trace = sys.last_traceback = _without_our_frames(error)
         BaseException.with_traceback(error, trace)
         try:
+            if heard is not None:
+                _signal.signal(_signal.SIGINT, heard)
             if not silent:
                 previous(kind, error, trace)
         except SystemExit as exit_:
             _reports.ending(exit_, time.monotonic_ns())
             raise
         except BaseException as broken:  # noqa: BLE001 - printed here as the interpreter would, but without this frame
-            own = _without_our_frames(broken.__traceback__)
+            own = _without_our_frames(broken)
             say("Error in sys.excepthook:")
             sys.__excepthook__(type(broken), BaseException.with_traceback(broken, own), own)
             say("\nOriginal exception was:")

@@ -13,8 +13,10 @@ if __name__ == "__main__" and not getattr(sys.flags, "safe_path", sys.flags.isol
 if __name__ == "__main__":
     import os as _os
 
+    from elastic_ext.agent import plugin
     from elastic_ext.workers import limits
 
+    plugin.explain_early_ends()
     limits.mend_start()
     if any("job:" in each for each in (*sys.argv, _os.environ.get("PET_RDZV_ENDPOINT", ""))):
         from elastic_ext.own_etcd import launch
@@ -114,7 +116,7 @@ def _run(args: Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a job and return the exit code of the command: 78 for wrong usage, else see `failures.policy` and `agent.exits`."""
     _configure_logging()
-    plugin.explain_wrong_conf()
+    plugin.explain_early_ends()
     with errors.usage_errors_exit():
         _refuse_completion(sys.argv[1:] if argv is None else argv)
         args = settle(parser().parse_args(argv))

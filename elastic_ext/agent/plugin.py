@@ -46,20 +46,27 @@ def ext_etcd() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def _explain_if_ours() -> None:
     words = (*sys.argv[1:], os.environ.get("PET_RDZV_BACKEND", ""))
     if not BACKENDS.isdisjoint(word.rpartition("=")[2] for word in words):
-        explain_wrong_conf()
+        explain_early_ends()
 
 
 @functools.cache
-def explain_wrong_conf() -> None:
-    """Have this command end with one line, not with a traceback, where torch cannot parse --rdzv-conf."""
+def explain_early_ends() -> None:
+    """Have this command end with one line, not with a traceback, by Ctrl-C and where torch cannot parse --rdzv-conf.
+
+    This holds until a creator is called and installs the hook of `exits`, which imports torch.
+    """
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if kind is not ValueError or not str(error).startswith(NOT_PARSED):
-            before(kind, error, traceback)
-        else:
+        if kind is KeyboardInterrupt:
+            why, code = "stopped by the user: SIGINT", errors.EX_USER
+        elif kind is ValueError and str(error).startswith(NOT_PARSED):
             said = str(error).rstrip(".")
-            errors.say_end(f"--rdzv-conf: {said}; expected KEY=VALUE[,KEY=VALUE...]; nothing was started", errors.EX_CONFIG)
-            raise SystemExit(errors.EX_CONFIG)
+            why, code = f"--rdzv-conf: {said}; expected KEY=VALUE[,KEY=VALUE...]; nothing was started", errors.EX_CONFIG
+        else:
+            before(kind, error, traceback)
+            return
+        errors.say_end(why, code)
+        raise SystemExit(code)
 
     before, sys.excepthook = sys.excepthook, hook
 

@@ -22,7 +22,7 @@ from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, decode_verdict, en
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.round_store import unreachable
-from tests.jobs import AGENT, EXT, Finished, Job, run
+from tests.jobs import AGENT, EXT, ROOT, Finished, Job, run
 from tests.ports import free_port
 
 NO_ROOM = """
@@ -237,6 +237,27 @@ def test_a_signal_ends_a_node_that_waits(tmp_path, number, code, said):
         job.wait_for("leads the rendezvous")
         job.process.send_signal(number)
         assert_last(job.finish(), code, said)
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("launcher", [EXT, AGENT], ids=["torchrun", "agent"])
+def test_ctrl_c_before_torch_is_there(tmp_path, launcher):
+    """While torch is imported: in torchrun from when it knows of us."""
+    (tmp_path / "sitecustomize.py").write_text(INTERRUPTED.format(module="torch" if launcher == AGENT else BEFORE_CREATORS))
+    done = run([*launcher, "job.py"], tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert_last(done, 130, "stopped by the user: SIGINT")
+    assert len(done.err.splitlines()) == 1
+
+
+INTERRUPTED = """
+import sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "{module}":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Finder)
+"""
+BEFORE_CREATORS = "torch.distributed.launcher.api"  # imported after the plug-ins are loaded
 
 
 @pytest.mark.full

@@ -52,9 +52,7 @@ def node() -> str:
 def configure(level: str) -> None:
     """Show the records of all libraries from this level up as lines on stderr, unless logging is configured already."""
     install()
-    handler = _Lines()
-    handler.setFormatter(LineFormatter())
-    logging.basicConfig(handlers=[handler], level=level)
+    logging.basicConfig(handlers=[_Lines()], level=level)
 
 
 def say(text: str, level: int = logging.ERROR) -> None:
@@ -85,7 +83,11 @@ def _beginning(record: logging.LogRecord) -> str:
 
 
 class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
-    """Lines on stderr. A signal that ends this process while one is written is no error of the log."""
+    """Writes lines to stderr, and leaves it to the caller to handle a signal that comes meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(LineFormatter())
 
     def handleError(self, record: logging.LogRecord) -> None:
         if hasattr(sys.exc_info()[1], "sigval"):  # torch's SignalException
@@ -94,11 +96,11 @@ class _Lines(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 class _Cleaner(logging.Handler):
-    """A handler that runs before all others: logging calls the handlers of a logger first, then those of its parents."""
+    """Cleans each record before other handlers show it: logging calls the handlers of a logger before those of its parents."""
 
     def __init__(self, plain: bool) -> None:
         super().__init__()
-        self._plain = plain
+        self._plain, self._lines = plain, _Lines()
 
     def emit(self, record: logging.LogRecord) -> None:
         clean(record)
@@ -108,8 +110,7 @@ class _Cleaner(logging.Handler):
         last = logging.lastResort
         if last and record.levelno >= last.level and _has_no_other(record.name):
             if last.formatter is None and not self._plain:
-                last = _Lines()
-                last.setFormatter(LineFormatter())
+                last, self._lines.stream = self._lines, sys.stderr  # as it is now: a script may replace it
             last.handle(record)
 
 

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalExce
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
 
-from elastic_ext.base import errors, files, printable, threads, torch_private
+from elastic_ext.base import errors, files, log_records, printable, threads, torch_private
 from elastic_ext.base.errors import EX_FAILED, EX_NODE, EX_TRY_AGAIN, EX_USER
 from elastic_ext.failures.policy import exit_code_for
 
@@ -43,12 +43,12 @@ STREAM_DIRS = (Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd"))
 class FailuresWithCode(dict[int, ProcessFailure]):
     """Torch's failures with the exit code of the process. Torch passes this object on unchanged in its ChildFailedError.
 
-    why: of failures of this node, for the last line; "": nothing failed here, and the log has said what happened.
+    why: for the last line. shown_here: this node shows the failures in torch's text, after what the log has said of them.
     """
 
-    def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int, why: str = "") -> None:
+    def __init__(self, failures: Mapping[int, ProcessFailure], exit_code: int, why: str = "", shown_here: bool = False) -> None:
         super().__init__(failures)
-        self.exit_code, self.why = exit_code, why
+        self.exit_code, self.why, self.shown_here = exit_code, why, shown_here
 
 
 USER_SIGNALS = (signal.SIGINT, signal.SIGQUIT)  # signals of the user; any other comes from the platform
@@ -136,8 +136,11 @@ def say_last(error: BaseException, code: int) -> None:
     """Say what has ended this process, and its exit code, where the log has not said it. A traceback would bury it."""
     why = str(error)
     if isinstance(error, ChildFailedError):
-        why = error.failures.why
-        if why and is_launcher():
+        failures, launcher = error.failures, is_launcher()
+        # The log has said it. Then come a text or a traceback of torch, lines from INFO up, or nothing.
+        more = failures.shown_here or not launcher or logging.getLogger(log_records.ROOT).isEnabledFor(logging.INFO)
+        why = failures.why if more else ""
+        if failures.shown_here and launcher:
             kind = type(error)  # torch's own text as people know it, without the launcher's frames before it
             print(f"{kind.__module__}.{kind.__qualname__}: {error}", file=sys.stderr)
     elif isinstance(error, SignalException):

@@ -270,12 +270,16 @@ def line_elsewhere(verdict: JobVerdict, decision: Decision, node: str, here: Dia
 
     decision: for this node. here: what failed on it, if anything did; a failure that follows from another one is left out.
     """
-    line = _line(decision, f"on {verdict.host}: " if verdict.rank != joint_evidence.NO_RANK else "")
+    line = _line(decision, _where(verdict))
     if here is not None and here.kind != diagnosis.CASCADE:
         line += f"; here: {describe(here.evidence)}"
     if verdict.shown_by not in ("", node):
         line += f"; more in the log of {host_of(verdict.shown_by)}"
     return shown(line)
+
+
+def _where(verdict: JobVerdict) -> str:
+    return f"on {verdict.host}: " if verdict.rank != joint_evidence.NO_RANK else ""
 
 
 def _done(decision: Decision, where: str = "") -> str:
@@ -415,8 +419,8 @@ class Verdicts:
         """Publish the verdict and return the result of the agent. decision: for this node. failures: torch's, by global rank."""
         code, here = self._publish(verdict, decision), min((each.local_rank for each in failures.values()), default=-1) >= 0
         shown_here = here and verdict.shown_by in ("", self._handler.node_id)
-        why = _done(decision) if shown_here else ""
-        return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, code, why))
+        why = _done(decision, "" if shown_here else _where(verdict))
+        return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, code, why, shown_here))
 
     def stop_not_copied(self, left: tuple[str, ...]) -> RunResult:
         """Stop although training is done: these checkpoints are on this node only. A new agent on this node would copy them."""

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from elastic_ext.agent import exits
-from elastic_ext.agent.verdicts import Verdicts, for_others
+from elastic_ext.agent.verdicts import Verdicts, for_others, remote_failure
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, decode_verdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
@@ -97,6 +98,20 @@ def test_a_job_closed_silently_ends_with_one_line(monkeypatch, capsys):
     exits._hook(RendezvousClosedError, RendezvousClosedError("the job j is over: h closed the job"), None)
     assert ended == [1]
     assert capsys.readouterr().err.endswith(" ERROR elastic_ext: the job j is over: h closed the job; exit code 1\n")
+
+
+@pytest.mark.parametrize("level", ["WARNING", "INFO"])
+def test_another_nodes_verdict_is_the_last_line(monkeypatch, caplog, capsys, level):
+    """Lines from INFO up, such as that of goodput, come after that of the verdict. Without them, it stands there once."""
+    monkeypatch.setattr(exits, "job", exits.JobEnd("design"))
+    monkeypatch.setattr(exits, "is_launcher", lambda: True)
+    caplog.set_level(level, "elastic_ext")
+    verdict = JobVerdict(Decision(Action.STOP, "code", "it failed", 65, "at-start"), 2, "b", "b", rank=1)
+    verdicts = Verdicts(Settings(), SimpleNamespace(round=2, node_id="a", host="a"))
+    failures = verdicts.stop(verdict, verdict.decision, remote_failure(verdict)).failures
+    exits.say_last(ChildFailedError("job.py", failures), 65)
+    said = capsys.readouterr().err.partition(" ERROR ")[2]
+    assert said == ("elastic_ext: stop: on b: it failed (kind code, rule at-start); exit code 65\n" if level == "INFO" else "")
 
 
 def test_a_late_node_says_why_it_ends(monkeypatch, caplog):

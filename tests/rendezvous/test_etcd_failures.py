@@ -136,8 +136,9 @@ def test_the_budget_is_the_jobs_whoever_fails(store, start, tmp_path):
     assert (verdict["host"], verdict["restarts"], verdict["decision"]["rule"]) == ("c", 2, "budget")
     assert {line["attempt"] for line in reports(*jobs)} == {0, 1, 2}
     for each, own in zip(done, ("restart", "restart", "stop"), strict=True):  # all of its own failure, a line on each other one
-        lines = re.findall(r" elastic_ext: (restart|stop): .*?(?:; more in the log of (\w))?$", each.err, re.MULTILINE)
-        told = list(dict.fromkeys(lines))  # the last line says it again
+        log, _, last = each.err.rstrip().rpartition("\n")
+        told = re.findall(r" elastic_ext: (restart|stop): .*?(?:; more in the log of (\w))?$", log, re.MULTILINE)
+        assert re.search(" elastic_ext: stop: .*; exit code 1$", last), each.err  # again
         assert [action for action, _ in told] == ["restart", "restart", "stop"], each.err
         assert sum(not of for _, of in told) == 1, each.err
         assert (own, "") in told, each.err

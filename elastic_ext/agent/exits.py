@@ -137,6 +137,8 @@ def say_last(error: BaseException, code: int) -> None:
     why = str(error)
     if isinstance(error, ChildFailedError):
         failures, launcher = error.failures, is_launcher()
+        if not isinstance(failures, FailuresWithCode):  # of torch's own agent: another backend was chosen
+            failures = FailuresWithCode(failures, code, "the job has failed", shown_here=True)
         # The log has said it. Then come a text or a traceback of torch, lines from INFO up, or nothing.
         more = failures.shown_here or not launcher or logging.getLogger(log_records.ROOT).isEnabledFor(logging.INFO)
         why = failures.why if more else ""

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from elastic_ext.agent import exits
@@ -112,6 +112,16 @@ def test_another_nodes_verdict_is_the_last_line(monkeypatch, caplog, capsys, lev
     exits.say_last(ChildFailedError("job.py", failures), 65)
     said = capsys.readouterr().err.partition(" ERROR ")[2]
     assert said == ("elastic_ext: stop: on b: it failed (kind code, rule at-start); exit code 65\n" if level == "INFO" else "")
+
+
+def test_torchs_own_agent_ends_with_our_line(monkeypatch, capsys):
+    """As with `python -m elastic_ext.agent --rdzv-backend=c10d`."""
+    monkeypatch.setattr(exits, "is_launcher", lambda: True)
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=3, error_file="")
+    exits.say_last(ChildFailedError("job.py", {0: failure}), 1)
+    said = capsys.readouterr().err
+    assert "job.py FAILED" in said
+    assert said.endswith(" ERROR elastic_ext: the job has failed; exit code 1\n")
 
 
 def test_a_late_node_says_why_it_ends(monkeypatch, caplog):

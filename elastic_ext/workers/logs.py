@@ -42,6 +42,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import itertools
 import json
 import logging
@@ -115,9 +116,15 @@ def make_source(path: str, shown: bool) -> StderrSource:
 
 
 def _shared_memory() -> int:
-    """Create a file without a name: in memory if the kernel and this Python have memfd_create, else on disk."""
+    """Create a file without a name: in memory if the kernel and this Python have memfd_create, else on disk.
+
+    In memory it can get no shorter: who has it mapped would end by SIGBUS.
+    """
     try:
-        return os.memfd_create("elastic_ext_stderr", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("elastic_ext_stderr", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        with contextlib.suppress(OSError):  # a sandbox without seals
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return descriptor
     except (AttributeError, OSError) as error:
         if isinstance(error, OSError) and error.errno not in (errno.ENOSYS, errno.EPERM):
             raise

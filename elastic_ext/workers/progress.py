@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
+import sys
+import weakref
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from operator import itemgetter
@@ -181,43 +182,59 @@ _DECODERS = [each.metadata["decode"] for each in fields(Progress)]
 
 
 class ProgressTable:
+    """The file, which no process of this agent maps: a worker may truncate it, and then to touch a mapping would end the agent.
+
+    What a truncated file lacks reads as 0: nothing is known about these workers.
+    """
+
     def __init__(self, path: str, workers: int) -> None:
         """Create the file `path`, best on tmpfs. workers: number of rows. Raises OSError if there is no room for it."""
-        self.path = path
-        size = workers * layout.ROW_BYTES
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.path, self._workers = path, workers
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        weakref.finalize(self, os.close, self._file)
         try:
-            # Not ftruncate: a hole that a full tmpfs cannot fill raises SIGBUS when it is touched, here or in the worker.
-            os.posix_fallocate(descriptor, 0, size)
-            self._map = mmap.mmap(descriptor, size)
+            # Not ftruncate: a hole that a full tmpfs cannot fill raises SIGBUS when a worker touches it.
+            os.posix_fallocate(self._file, 0, workers * layout.ROW_BYTES)
         except OSError:
             os.unlink(path)
             raise
-        finally:
-            os.close(descriptor)
-        words, size = memoryview(self._map).cast("Q"), layout.ROW_BYTES // 8
-        self._rows = [words[at : at + size] for at in range(0, len(words), size)]
 
     def read(self, slot: int) -> Progress:
         """Decode the row of the worker with this local rank."""
-        row = self._rows[slot]
-        return Progress(*[decode(row) for decode in _DECODERS])
+        return self._read(slot, 1)[0]
 
     def read_all(self) -> list[Progress]:
         """Decode the rows of all workers of this node, by slot."""
-        return [self.read(slot) for slot in range(len(self._rows))]
+        return self._read(0, self._workers)
+
+    def _read(self, slot: int, count: int) -> list[Progress]:
+        size = layout.ROW_BYTES
+        try:
+            data = os.pread(self._file, count * size, slot * size)
+        except OSError as error:  # of a disk
+            logger.warning("cannot read the progress table %s: %s", self.path, error)
+            data = b""
+        data = data.ljust(count * size, b"\0")
+        rows = (memoryview(data)[at : at + size].cast("Q") for at in range(0, len(data), size))
+        return [Progress(*[decode(row) for decode in _DECODERS]) for row in rows]
 
     def want_save(self, slot: int, number: int) -> None:
         """Ask this worker to look for the agreed step boundary of save on demand `number`."""
-        self._rows[slot][layout.SAVE_WANTED] = number
+        self._write(slot, layout.SAVE_WANTED, number)
 
     def repeat(self, steps: int) -> None:
         """Show all workers how many of their first steps were done before, for `progress_layout.settle`. Before they start."""
-        for row in self._rows:
-            row[layout.REPEATED] = steps
+        for slot in range(self._workers):
+            self._write(slot, layout.REPEATED, steps)
+
+    def _write(self, slot: int, field: int, value: int) -> None:
+        try:
+            os.pwrite(self._file, value.to_bytes(8, sys.byteorder), slot * layout.ROW_BYTES + field * 8)
+        except OSError as error:  # a worker has truncated the file, and the room is gone
+            logger.warning("cannot write to the progress table %s: %s", self.path, error)
 
     def remove(self) -> None:
-        """Unlink the file. The memory stays until the last reader drops this object."""
+        """Unlink the file. What is in it stays until the last reader drops this object."""
         with suppress(FileNotFoundError):
             os.unlink(self.path)
 

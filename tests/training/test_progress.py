@@ -60,7 +60,7 @@ def as_worker(monkeypatch, description):
 @pytest.mark.parametrize(("phase", "settled"), [("step", False), ("eval", False), ("data", True), ("checkpoint", True)])
 def test_work_that_an_exception_ends_is_not_settled(table, as_worker, phase, settled):
     """Its worker has perhaps waited for a lost peer, which the agent finds out; an exit handler that saves changes nothing."""
-    row = table._rows[1]
+    row = progress.this_worker().row.words
     row[progress_layout.STEPS] = 5
     with suppress(ConnectionResetError), elastic_ext.phase(phase):
         before = table.read(1).spent_ns
@@ -75,7 +75,7 @@ def test_work_that_an_exception_ends_is_not_settled(table, as_worker, phase, set
 
 def test_a_save_reports_the_steps_before_it(table, as_worker):
     """However many follow until it is complete."""
-    row = table._rows[1]
+    row = progress.this_worker().row.words
     row[progress_layout.STEPS] = 5
     saves.note_save_begins(50)
     row[progress_layout.STEPS] = 8

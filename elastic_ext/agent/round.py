@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -475,13 +476,21 @@ class RoundStart:
 
     def _make_progress_table(self) -> ProgressTable | None:
         """Make the table in memory if there is room, else on disk; return None if neither works, and the job runs without it."""
-        for directory in (self._logs.run_dir, tempfile.gettempdir()):
-            path = os.path.join(directory, f"progress.{self._companions.token}.{self._handler.round - 1}")
+        name, workers = f"progress.{self._companions.token}.{self._handler.round - 1}", self._group.spec.local_world_size
+        try:
+            return ProgressTable(os.path.join(self._logs.run_dir, name), workers)
+        except OSError as error:
+            logger.warning("no room for the progress table in %s: %s", self._logs.run_dir, error)
+        with ExitStack() as undo:
             try:
-                return ProgressTable(path, self._group.spec.local_world_size)
+                folder = tempfile.mkdtemp(prefix=launch.RUN_DIR)
+                undo.callback(shutil.rmtree, folder, ignore_errors=True)
+                table = ProgressTable(os.path.join(folder, name), workers, folder)
             except OSError as error:
-                logger.warning("no room for the progress table in %s: %s", directory, error)
-        return None
+                logger.warning("no room for the progress table on disk: %s", error)
+                return None
+            undo.pop_all()
+        return table
 
     def _set_worker_environment(self, resumed: ResumePoint, progress: ProgressTable | None) -> None:
         spec, companions = self._group.spec, self._companions

@@ -1,5 +1,9 @@
 """Files and private directories in places to which others may write, e.g. /tmp or a shared directory; and text files that a user
 names, read in bounded time and space, for any kind of file.
+
+A private directory in such a place has mode 0700, and a name that nobody can guess (`tempfile.mkdtemp`). Only where several
+processes must find the same one is the name one that they can compute: then `first_private` passes over what is another user's.
+The place has the sticky bit, as /tmp has: what is this user's, nobody else can replace.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from elastic_ext.base.errors import UsageError
 from elastic_ext.base.wakeup import readable
 
 
@@ -43,6 +48,34 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+def is_private(path: Path) -> bool:
+    """Return whether this is a directory of this user that nobody else may enter, and no link to one."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+
+
+def first_private(paths: Iterable[Path]) -> Path:
+    """Return which of these is this user's private directory: the first that is there, else the first that can be made.
+
+    So all processes of a user find the same one, whatever others have put at some of these paths, and when they take that away.
+    Makes nothing. Raises UsageError: others have put something at all of them.
+    """
+    free, taken = None, None
+    for path in paths:
+        if is_private(path):
+            return path
+        if os.path.lexists(path):
+            taken = path
+        else:
+            free = free or path
+    if free is None:
+        raise UsageError(f"{taken}, and all other names for this directory are taken: ask who owns it to remove them")
+    return free
 
 
 def own(directory: str, lock: str) -> int:

@@ -3,12 +3,15 @@
 lock, start.lock, agents  locks, see below
 socket             where agents come in
 ca.pem, own.pem, own.key  see `certificates`
-data/              of the member, if it fits here
+data               of the member: a directory if it fits here, else a link to one on disk
 log                of etcd and of the keeper
 
 One keeper for a job and host: the process that holds `lock` is it. `start.lock` is held from before a keeper takes it until it
 listens. Each agent that is in shares `agents`: a folder where no process holds any of them is abandoned, data and all. The last
 keeper removes the folder with its locks: a process that gets a lock looks whether the file is still there.
+
+Others may write beside it, and can guess its name. `files.first_private` passes over what they put there: nothing of theirs is
+opened, signalled or removed.
 """
 
 from __future__ import annotations
@@ -18,17 +21,18 @@ import hashlib
 import os
 import shutil
 import socket
-import stat
 import tempfile
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from elastic_ext.base import files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.helper_process import SocketPeer, peer_of
 
-IN_MEMORY = "/dev/shm"
+IN_MEMORY, ON_DISK = "/dev/shm", "elastic_ext_etcd_data_"
 MAX_PARENT = 32  # characters; 107 is the limit for a socket's path (unix(7)), and the folder's name and the file's take 70
+NAMES = 100  # for one directory, in case that another user has taken some
 DATA_BYTES = 256 << 20  # etcd lays out two logs of 64 MB in advance; its records of a job are a few MB
 
 
@@ -36,9 +40,12 @@ def folder_of(run_id: str, hosts: tuple[str, ...], own: str, environ: Mapping[st
     """Return the directory of this job on this host. own: name of the host; several may share a machine, in tests.
 
     A job that Slurm starts again gets another one: its etcd is another one, even if its hosts are the same.
+
+    Raises UsageError: others have taken all names for it.
     """
     run = _digest(*hosts, environ.get("SLURM_RESTART_COUNT", ""))
-    return Path(_parent()) / f"{_stem()}{_digest(run_id, own)}_{run}"
+    stem, parent = f"{_stem()}{_digest(run_id, own)}", Path(_parent())
+    return files.first_private(parent / f"{stem}{f'.{number}' if number else ''}_{run}" for number in range(NAMES))
 
 
 def _digest(*parts: str) -> str:
@@ -52,12 +59,12 @@ def run_of(folder: Path) -> str:
 
 def predecessors(mine: Path) -> list[Path]:
     """Return the directories of other runs of this job on this host: with other hosts, or from before a requeue."""
-    return [each for each in mine.parent.glob(run_pattern(mine)) if each != mine]
+    return [each for each in mine.parent.glob(run_pattern(mine)) if each != mine and files.is_private(each)]
 
 
 def run_pattern(mine: Path) -> str:
     """Return the pattern of the names of all runs of this job on this host, and not on another that shares the machine."""
-    return f"{mine.name.rpartition('_')[0]}_*"
+    return f"{mine.name.rpartition('_')[0].partition('.')[0]}*_*"
 
 
 def _parent() -> str:
@@ -71,34 +78,36 @@ def _stem() -> str:
 
 
 def make(folder: Path) -> None:
-    """Make the directory, or check that it is this user's alone. Raises UsageError."""
+    """Make the directory, if it is not there. Raises UsageError."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
     except OSError as error:
         raise UsageError(f"{folder}: the directory of the job's etcd cannot be made: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise UsageError(f"{folder}: somebody else has put something there; expected a directory of this user's: remove it")
+    if not files.is_private(folder):
+        raise UsageError(f"{folder}: another user has just put something there; expected a directory of this user's: start again")
 
 
 def data_of(folder: Path) -> Path:
-    """Return the place of the member's data: in the folder, or on disk if memory is short."""
+    """Return the place of the member's data: in the folder, or on disk if memory is short. Raises OSError."""
     inside = folder / "data"
-    if inside.exists() or shutil.disk_usage(folder).free >= DATA_BYTES:
-        return inside
-    return Path(tempfile.gettempdir()) / f"{folder.name}_data"
+    if not inside.is_symlink():
+        if inside.exists() or shutil.disk_usage(folder).free >= DATA_BYTES:
+            return inside
+        inside.symlink_to(tempfile.mkdtemp(prefix=ON_DISK))
+    return inside.readlink() / "data"  # in it: its own name, removed once, could be taken by another user
 
 
 def remove(folder: Path) -> None:
     """Remove all that the keeper has written, if it is still there. Only who holds the lock may do so."""
-    shutil.rmtree(Path(tempfile.gettempdir()) / f"{folder.name}_data", ignore_errors=True)
+    with suppress(OSError):  # there is no link
+        shutil.rmtree((folder / "data").readlink(), ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_abandoned(mine: Path) -> None:
     """Remove what jobs of this user have left whose keeper and agents were killed: no process holds their locks."""
     for folder in mine.parent.glob(f"{_stem()}*"):
-        if folder == mine or folder.name.endswith("_data"):
+        if folder == mine or not files.is_private(folder):
             continue
         try:
             with ExitStack() as locks:

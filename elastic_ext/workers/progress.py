@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import sys
 import weakref
 from contextlib import suppress
@@ -187,9 +188,12 @@ class ProgressTable:
     What a truncated file lacks reads as 0: nothing is known about these workers.
     """
 
-    def __init__(self, path: str, workers: int) -> None:
-        """Create the file `path`, best on tmpfs. workers: number of rows. Raises OSError if there is no room for it."""
-        self.path, self._workers = path, workers
+    def __init__(self, path: str, workers: int, folder: str | None = None) -> None:
+        """Create the file `path`, best on tmpfs. Workers put others beside it, so no other user may write there.
+
+        workers: number of rows. folder: that is removed with it. Raises OSError if there is no room for it.
+        """
+        self.path, self._workers, self._folder = path, workers, folder
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         weakref.finalize(self, os.close, self._file)
         try:
@@ -237,6 +241,8 @@ class ProgressTable:
         """Unlink the file. What is in it stays until the last reader drops this object."""
         with suppress(FileNotFoundError):
             os.unlink(self.path)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class EndingWorkers:

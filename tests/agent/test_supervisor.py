@@ -190,14 +190,20 @@ def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
 @pytest.mark.full
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts a full tmpfs in a mount namespace of its own, which only root may")
 def test_a_full_shared_memory_costs_only_step_counts(tmp_path):
-    (tmp_path / "ok.py").write_text("print('ran')")
+    """The table is on disk then, in a directory of its own: others can write beside it in /tmp, where they see its name."""
+    places = "print('ran', os.listdir(os.environ['TMPDIR']), os.path.dirname(told['progress']))"
+    (tmp_path / "ok.py").write_text(f"import json, os\ntold = json.loads(os.environ['ELASTIC_EXT_WORKER'])\n{places}\n")
+    (tmp_path / "tmp").mkdir()
     shell = "mount -t tmpfs -o size=64k none /dev/shm && head -c 1000000 /dev/zero > /dev/shm/fill; exec " + " ".join(
         [*AGENT, "--nproc-per-node=2", "ok.py"]
     )
-    job = run(["unshare", "-m", "sh", "-c", shell], tmp_path)
+    job = run(["unshare", "-m", "sh", "-c", shell], tmp_path, TMPDIR=str(tmp_path / "tmp"))
     assert job.returncode == 0, job.all
     assert job.out.count("ran") == 2
     assert "no room for the progress table in /dev/shm" in job.err
+    assert f"] {tmp_path}/tmp/elastic_ext_" in job.out
+    assert "progress." not in job.out
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.seam

@@ -38,7 +38,7 @@ from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
-from elastic_ext.workers import limits, worker_env
+from elastic_ext.workers import leftovers, limits, reaper, worker_env
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
 from elastic_ext.workers.processes import StopLimit, WorkerProcesses, build_locks, remove_build_locks
 from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable
@@ -425,6 +425,20 @@ def gloo_interface(address: str) -> dict[str, str]:
     return {GLOO: found.interface}
 
 
+class Leftovers(Companion):
+    """Ends what workers that were stopped have left, where it holds what the next round needs."""
+
+    def __init__(self, token: str, port: int, settings: Settings) -> None:
+        """token: the agent's. port: of the round's store."""
+        places = [open_storage(each).address for each in (settings.checkpoint_dir, settings.local_dir) if each is not None]
+        self._token = token
+        self._needs = leftovers.Needs(port, tuple(os.path.realpath(each) for each in places if os.path.isabs(each)))
+
+    def workers_ended(self, workers: LocalWorkers) -> None:
+        if workers.processes.stopped:  # else the job ends well, and they have left it on purpose
+            leftovers.end(self._token, self._needs, frozenset(workers.processes.pids.values()))
+
+
 class RoundStart:
     """Starts this node's workers of one round."""
 
@@ -462,10 +476,10 @@ class RoundStart:
             table = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
             companions.observation.goodput.round_begins(table, resumed.step, self._group.group_world_size)
             self._set_worker_environment(resumed, progress)
-            with started_by(companions.warm_starts.start, limits.restore_user_limit):
+            with started_by(companions.warm_starts.start, self._started):
                 pids = start_processes()
             for pid in pids.values():  # includes function entrypoints, which torch starts in its own way
-                limits.restore_user_limit(pid)
+                self._started(pid)
             processes = WorkerProcesses(pids, own_groups())
             undo.callback(processes.close)
             companions.reaper.watch(pids.values(), self._handler.revocation())
@@ -473,6 +487,10 @@ class RoundStart:
             running = self._make_round(processes, progress, resumed, own_groups())
             undo.pop_all()
         return running
+
+    def _started(self, pid: int) -> None:
+        limits.restore_user_limit(pid)
+        reaper.mark(pid, self._companions.token)
 
     def _make_progress_table(self) -> ProgressTable | None:
         """Make the table in memory if there is room, else on disk; return None if neither works, and the job runs without it."""
@@ -558,6 +576,7 @@ class RoundStart:
         if progress is not None and (storage := self._recorded()) is not None:
             journals = {each: str(message["journal"]) for each, message in self._logs.messages.items() if "journal" in message}
             others.append(SaveWatch(self._place, storage, journals))
+        others.append(Leftovers(companions.token, self._store_at[1], settings))
         others += companions.round_companions
         return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
 

@@ -118,7 +118,7 @@ def make_source(path: str, shown: bool) -> StderrSource:
 def _shared_memory() -> int:
     """Create a file without a name: in memory if the kernel and this Python have memfd_create, else on disk.
 
-    In memory it can get no shorter: who has it mapped would end by SIGBUS.
+    In memory it can get no shorter: a process that has it mapped would end by SIGBUS.
     """
     try:
         descriptor = os.memfd_create("elastic_ext_stderr", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)

@@ -3,7 +3,9 @@
 A worker whose agent was killed with SIGKILL would keep training, unseen, on devices that the next round needs.
 
 The agent starts the reaper as `python -I -S reaper.py VERSION AGENT_PID TOKEN RUN_DIR` (standard library only: a few MB).
-TOKEN is in the environment of every process that the agent starts for its job; RUN_DIR is the agent's private directory.
+TOKEN is in the environment of every process that the agent starts for its job; RUN_DIR is the agent's private directory. What a
+worker starts may have another environment (`env -i`), session and parent (a daemon), and no descriptor of ours. So workers also
+carry a mark that each process inherits, and that no program has a use for: see `mark`.
 
 Wire protocol, version 1: lines on the reaper's standard input. The reaper sends nothing back; the agent only sees it end.
 
@@ -16,16 +18,21 @@ The reaper inherits the agent's listening socket for links and never uses it: wh
 the two lives (`rendezvous.links`).
 
 The agent's death is also an event: its pidfd becomes readable. After a death or `end`, the reaper kills everything that carries
-the token, including grandchildren in any session or group, but resource trackers (see `is_tracker`), and removes RUN_DIR. After a
-death, once nothing of the node runs anymore, it revokes the lease, so that the other nodes continue at once.
+the token or the mark, including grandchildren in any session or group, but resource trackers (see `is_tracker`), and removes
+RUN_DIR. After a death, once nothing of the node runs anymore, it revokes the lease, so that the other nodes continue at once.
 A reaper of another version exits with code 1 before it reads a line.
 """
 
 import os
+import resource
 import select
 import shutil
 import signal
 import sys
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 VERSION = 1
 WORKERS, WILL, END = "workers", "will", "end"  # the first word of a line
@@ -38,10 +45,12 @@ REVOKE_TIMEOUT_S = 2.0
 EXEC_S = 0.3  # from a fork to its exec; no event reports the exec
 AGENT_CHECK_S = 1.0  # how often to check whether the agent lives, if no pidfd reports its end
 END_CHECK_S = 0.1
+RLIMIT_LOCKS = 10  # getrlimit(2). No kernel since 2.4.25 does anything with it, so Python has no name for it
 SEARCHES = 30  # a process that sleeps in the kernel cannot be killed: give up after this many searches, of about a second each
 
 
 def main(agent_pid: int, token: str, run_dir: str) -> None:
+    _set_soft_limit(os.getpid(), None)  # where the agent is itself a worker of another agent, whose reaper must not end this one
     agent = _process(agent_pid)
     messages = _listen(agent if os.getppid() == agent_pid else None)  # else the agent died before this process checked
     if messages.end != CLEAN:
@@ -135,6 +144,41 @@ def is_tracker(pid: int) -> bool:
     return ours or os.path.basename(program) == b"torch_shm_manager"
 
 
+def mark(pid: int, token: str) -> None:
+    """Mark a process and what it starts from now on, for the reaper. token: of the agent, hexadecimal.
+
+    The mark is the soft limit on file locks. Only a process that sets that itself (`ulimit -x`, or pam_limits in a login) loses
+    it. Where it cannot be set, as under gVisor, the reaper knows the workers, their sessions, and what has the token.
+    """
+    try:
+        _set_soft_limit(pid, int(_mark_of(token.encode())))
+    except (OSError, ValueError):
+        pass
+
+
+def _mark_of(token: bytes) -> bytes:
+    """Return the mark as /proc shows it. No ordinary limit is as large."""
+    return b"%d" % (int(token[:15], 16) | 1 << 60)
+
+
+def _set_soft_limit(pid: int, limit: "int | None") -> None:
+    """Set the soft limit on file locks; None: to the hard one. Raises OSError, ValueError."""
+    _, hard = resource.prlimit(pid, RLIMIT_LOCKS)
+    resource.prlimit(pid, RLIMIT_LOCKS, (hard if limit is None else limit, hard))
+
+
+def _has_mark(pid: int, mark: bytes) -> bool:
+    """Raises OSError. A zombie has none."""
+    with open(f"/proc/{pid}/limits", "rb") as limits:
+        return any(line.startswith(b"Max file locks") and line.split()[3] == mark for line in limits)
+
+
+def _has_token(pid: int, token: bytes) -> bool:
+    """Raises OSError. A zombie has none."""
+    with open(f"/proc/{pid}/environ", "rb") as environ:
+        return token in environ.read()
+
+
 def _process(pid: int) -> "ExactProcess | None":
     try:
         return ExactProcess(pid)
@@ -204,12 +248,15 @@ def _listen(agent: "ExactProcess | None") -> Messages:
 
 
 def _kill_all(token: bytes, workers: dict[int, ExactProcess], empty_searches: int) -> set[int]:
-    """Kill the workers and all processes with the token; return their pids.
+    """Kill the workers, and all processes with the mark or the token; return their pids.
 
     empty_searches: stop after this many searches that find nothing. After a death, or if workers were left, it is two, because a
     child that was between fork and exec at that time carries the token only after its exec.
     """
-    killed = {pid for pid, worker in workers.items() if worker.kill()}
+    members = _session_members(workers)  # before the workers end, whose pids name their sessions
+    killed = {pid for pid, process in {**members, **workers}.items() if process.kill()}
+    for process in members.values():
+        process.close()
     empty_searches = 2 if killed else empty_searches
     for _ in range(SEARCHES):
         found = kill_marked(token)
@@ -222,26 +269,52 @@ def _kill_all(token: bytes, workers: dict[int, ExactProcess], empty_searches: in
     return killed
 
 
-def kill_marked(token: bytes) -> "set[int]":
-    """Kill each process with the token in its environment but resource trackers; return their pids.
+def _session_members(workers: dict[int, ExactProcess]) -> dict[int, ExactProcess]:
+    """Open the other processes of the sessions that live workers lead, but resource trackers."""
+    members: dict[int, ExactProcess] = {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        leader = _session_of(pid)
+        if pid in workers or leader not in workers or is_tracker(pid) or (process := _process(pid)) is None:
+            continue
+        if _session_of(pid) == leader and not workers[leader].ended:  # so it is the process that was opened, and the session
+            members[pid] = process
+        else:
+            process.close()
+    return members
 
-    Each is opened before its environment is read, so the kill cannot hit another process with the same pid.
-    """
+
+def _session_of(pid: int) -> int:
+    """Return the number of its session; 0 if it has ended."""
+    fields = stat_fields(pid)
+    return int(fields[3]) if fields else 0
+
+
+def kill_marked(token: bytes) -> "set[int]":
+    """Kill each process with the mark or the token but resource trackers; return their pids."""
     killed = set()
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid() or (process := _process(int(name))) is None:
+    for process in marked(token):
+        if not is_tracker(process.pid) and process.kill():
+            killed.add(process.pid)
+            process.wait(1.0)
+    return killed
+
+
+def marked(token: bytes, by_environment: bool = True) -> "Iterator[ExactProcess]":
+    """Yield each process with the mark, open for its turn. by_environment: also those with the token in their environment.
+
+    Each is opened before it is read, so what is done to it cannot hit another process with the same pid.
+    """
+    mark = _mark_of(token)
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        if pid == os.getpid() or (process := _process(pid)) is None:
             continue
         try:
-            with open(f"/proc/{name}/environ", "rb") as environ:
-                marked = token in environ.read()  # empty for a zombie
-            if marked and not is_tracker(int(name)) and process.kill():
-                killed.add(int(name))
-                process.wait(1.0)
+            if _has_mark(pid, mark) or (by_environment and _has_token(pid, token)):
+                yield process
         except OSError:
             pass  # the process has ended, or belongs to another user
         finally:
             process.close()
-    return killed
 
 
 def _revoke_lease(text: str) -> None:

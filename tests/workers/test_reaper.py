@@ -1,6 +1,8 @@
 """The reaper, on real processes: nothing that a killed agent started survives it."""
 
+import ast
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -110,6 +112,78 @@ def test_the_token_finds_a_worker_unknown_to_reapers(agent):
     process.kill()
     assert wait_gone([marked, grandchild, reaper]) == []
     os.kill(unmarked, signal.SIGKILL)  # nobody could know of this one: no token, and never sent
+
+
+# By an agent: what its worker starts knows nothing of it, whatever its parent, session and descriptors are. argv: whether the
+# mark can be set, and how it is started.
+LEAVES = """
+import os, signal, subprocess, sys
+from elastic_ext.workers import reaper
+from elastic_ext.workers.helper_processes import Reaper
+token, run_dir, mark, *how = sys.argv[1:]
+client = Reaper(token, run_dir)
+code = "import subprocess, sys, signal; subprocess.Popen(sys.argv[1:]); signal.pause()"
+command = [*how, "sh", "-c", sys.stdin.read()]
+code = "import sys; sys.stdin.read(); " + code
+worker = subprocess.Popen([sys.executable, "-c", code, *command], env={}, start_new_session=True, stdin=subprocess.PIPE)
+if mark == "mark":
+    reaper.mark(worker.pid, token)
+client.watch([worker.pid])
+worker.stdin.close()
+worker.wait()
+"""
+CHILD, DAEMON = "echo $$; exec sleep 10000 >&-", "sh -c 'echo $$; exec sleep 10000 >&-' &"
+
+
+@pytest.mark.parametrize(
+    ("mark", "how", "command"),
+    [
+        ("mark", ["env", "-i"], CHILD),
+        ("mark", ["env", "-i", "setsid"], CHILD),
+        ("mark", ["env", "-i"], DAEMON),
+        ("mark", ["env", "-i", "setsid"], DAEMON),
+        ("no mark", ["env", "-i"], CHILD),
+        ("no mark", ["env", "-i"], DAEMON),
+    ],
+)
+def test_whatever_workers_start_dies_with_the_agent(tmp_path, mark, how, command):
+    """With no mark, as under gVisor, that of the worker's session: another session cannot be found there."""
+    arguments = [os.urandom(16).hex(), str(tmp_path / "run"), mark, *how]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", LEAVES, *arguments], stdin=pipe, stdout=pipe, text=True) as agent:
+        agent.stdin.write(command)
+        agent.stdin.close()
+        child = int(agent.stdout.readline())
+        agent.kill()
+        left = wait_gone([child])
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+
+
+def test_a_marked_process_shows_nothing_of_it(tmp_path):
+    """Not in what it may do, and a reaper of an agent that is itself a worker is not the outer reaper's."""
+    code = "import resource; input(); print([resource.getrlimit(each) for each in range(16)]); import signal; signal.pause()"
+    token = os.urandom(16).hex()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        reaper_program.mark(process.pid, token)
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        limits = ast.literal_eval(process.stdout.readline().decode())
+        others = [resource.getrlimit(each) for each in range(16)]
+        assert [each for each, other in zip(limits, others, strict=True) if each != other] == [
+            limits[reaper_program.RLIMIT_LOCKS]
+        ]
+        before = resource.getrlimit(reaper_program.RLIMIT_LOCKS)
+        reaper_program.mark(os.getpid(), token)
+        try:
+            client = Reaper(os.urandom(16).hex(), str(tmp_path / "run"))
+        finally:
+            resource.setrlimit(reaper_program.RLIMIT_LOCKS, before)
+        inner = client._process.pid
+        until(lambda: inner not in [each.pid for each in reaper_program.marked(token.encode())])
+        assert kill_marked(token.encode()) == {process.pid}
+        client.close(clean=True)
 
 
 # A reaper that has found nothing before a forked child calls exec, and looks again only once it has: the order that is rare.

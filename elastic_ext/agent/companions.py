@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import secrets
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -248,18 +247,17 @@ class JobCompanions:
         after_journal.callback(self.observation.close)  # it may linger
         stack.enter_context(bridge_torchelastic(metrics))
         stack.enter_context(logs.owned_directory())
-        logs.run_dir = launch.make_run_dir(spec.local_world_size)
-        stack.callback(shutil.rmtree, logs.run_dir, ignore_errors=True)
+        logs.run_dir, lock = stack.enter_context(launch.own_run_dir(spec.local_world_size))
         stack.callback(logs.remove)
         self.observation.read_scripts(logs.run_dir)
         # readable when a worker has news
         self.wake_pipe = stack.enter_context(closing(WakePipe(os.path.join(logs.run_dir, "wake"))))
         tails = extras and settings.stderr_tail and isinstance(spec.entrypoint, str)  # a function has the agent's own stderr
         logs.stderr = stack.enter_context(closing(StderrTails(tails, launch.has_bootstrap(spec))))
-        self.memory = stack.enter_context(MemoryCopies(settings, logs.run_dir))  # the copies of the workers' state in memory
+        self.memory = MemoryCopies(settings, logs.run_dir)  # the copies of the workers' state in memory
         self.host = HostProbe(settings, interface=own_interface(handler.address), logs_dir=os.path.abspath(logs.root_log_dir))
         stack.callback(self.host.close)
-        self.reaper = Reaper(self.token, logs.run_dir, lambda: handler.link_fds)
+        self.reaper = Reaper(self.token, logs.run_dir, lambda: [*handler.link_fds, *lock])
         self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, extras)
         handler.on_verdict = self._heard
         self.flight_recorder: hangs.FlightRecorder | None = None  # None without NCCL, or if hang detection is off

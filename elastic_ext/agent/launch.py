@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import elastic_ext
-from elastic_ext.base import errors, isolated
+from elastic_ext.base import errors, files, isolated
 from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
 from elastic_ext.checkpoints.agreement import nodes
@@ -41,7 +41,8 @@ logger = logging.getLogger(__name__)
 
 BOOTSTRAP = str(Path(__file__).parents[1] / "workers" / "bootstrap" / "bootstrap.py")
 UNLIMITED = 2**31 - 1  # torch counts down from this if there is no limit; its metrics divide by this + 1
-IN_MEMORY, RUN_DIR = "/dev/shm", "elastic_ext_"  # the agent's private directory: where, and how its name begins
+# The agent's private directory: where, how its name begins, and the name of the lock in it, see `own_run_dir`.
+IN_MEMORY, RUN_DIR, OWNER = "/dev/shm", "elastic_ext_", ".owner"
 FILES, FILES_PER_WORKER = 16, 8  # at most, in the agent's private directory
 # Descriptors that an agent opens during its run; measured on one node, plus a margin. Per worker: its pidfd and two connections
 # to the store of the round. Extras: warm standbys, the pipes of stderr and the memory that keeps the last of their output.
@@ -146,6 +147,38 @@ def standby_spec(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpe
         environ=lambda: {**os.environ, **blanked_secrets(os.environ)},
         token=token,
     )
+
+
+@contextmanager
+def own_run_dir(workers: int) -> Iterator[tuple[str, Sequence[int]]]:
+    """Make the agent's private directory, and own it within the context; first remove those that have no owner any more.
+
+    Give its path, and descriptors for processes that own it, too: the reaper removes it if this agent is killed. If both are
+    killed (a batch system ends a job), the next agent of this user does. The lock says whether an owner lives, also in another
+    container: the kernel lets it go with the last process that has it. Raises UsageError.
+    """
+    path = make_run_dir(workers)
+    remove_orphans(os.path.dirname(path))
+    lock: Sequence[int] = ()
+    try:
+        lock = (files.own(path, OWNER),)
+    except OSError as error:
+        logger.info("%s stays if this agent and its reaper are killed: %s", path, error)
+    try:
+        yield path, lock
+    finally:
+        shutil.rmtree(path, ignore_errors=True)  # first, or another agent would take it for an orphan
+        for descriptor in lock:
+            os.close(descriptor)
+
+
+def remove_orphans(parent: str) -> None:
+    """Remove the private directories, with copies of the state, of agents of this user that live no more."""
+
+    def say(folder: str) -> None:
+        logger.warning("removing what an agent that was killed with all its helpers has left: %s", folder)
+
+    files.remove_orphans(f"{parent}/{RUN_DIR}*", OWNER, say)
 
 
 def make_run_dir(workers: int) -> str:

@@ -2,17 +2,13 @@
 
 Nodes agree on the checkpoint, pin it, pass it to workers, and quarantine it if it is bad.
 
-The copies are in the agent's private directory on tmpfs, and go with that: the agent removes it at its end, the reaper if the
-agent is killed. If both are killed at once (a batch system ends a job), the next agent on the host removes it. A lock shows whose
-agent lives: the agent holds it from before there are copies, and the kernel lets it go with the process.
+The copies are in the agent's private directory on tmpfs, and go with that: see `launch.own_run_dir`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -35,7 +31,7 @@ from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-COPIES, LOCK = "memory", "memory.lock"  # in the agent's private directory
+COPIES = "memory"  # in the agent's private directory
 SHARE = 4  # a quarter of the memory that is free, and what the copies already have
 
 
@@ -45,21 +41,11 @@ class MemoryCopies:
     def __init__(self, settings: Settings, run_dir: str) -> None:
         """run_dir: the agent's private directory."""
         self._settings, self._run_dir = settings, run_dir
-        self._lock: int | None = None  # a descriptor
         self.refused: tuple[str, ...] = ()  # names of copies that no round may resume from
         # the newest checkpoint or copy that this agent knows of; None: it cannot know
         self.saved: NewestSaved | None = NONE_SAVED
         self.resumes = False  # a script of this job takes our word for what to resume from
         self.checkpoint_step: int | None = None  # step of the newest checkpoint that it knows of; 0: none exists, None: unknown
-
-    def __enter__(self) -> MemoryCopies:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._lock is not None:
-            with contextlib.suppress(OSError):  # first, or another agent would take these copies for orphans before they go
-                os.unlink(os.path.join(self._run_dir, LOCK))
-            os.close(self._lock)
 
     def open(self, nodes: int) -> contracts.MemoryRoom | None:
         """Return the memory for this node's own copies in a round of this many nodes; None: there is not enough.
@@ -71,9 +57,6 @@ class MemoryCopies:
             return None
         directory = self._directory
         try:
-            if self._lock is None:
-                remove_orphans()
-                self._lock = files.own(self._run_dir, LOCK)
             os.makedirs(directory, mode=0o700, exist_ok=True)
             limit = (memory_left() + _used(directory)) // SHARE if settings.memory_limit is None else settings.memory_limit
         except (OSError, ValueError) as error:
@@ -106,16 +89,6 @@ class MemoryCopies:
         self.refused = tuple(dict.fromkeys([*names, *self.refused]))[:MAX_OFFERS]
         for name in names:
             storage.remove_tree(name)
-
-
-def remove_orphans() -> None:
-    """Remove the private directories, with copies, of agents of this user that live no more."""
-
-    def first(folder: str) -> None:
-        logger.warning("removing the copies in memory of an agent that was killed with all its helpers: %s", folder)
-        shutil.rmtree(os.path.join(folder, COPIES), ignore_errors=True)  # most of it; the lock goes with the rest
-
-    files.remove_orphans(f"{launch.IN_MEMORY}/{launch.RUN_DIR}*", LOCK, first)
 
 
 def _used(directory: str) -> int:

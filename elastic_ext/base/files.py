@@ -1,9 +1,9 @@
 """Files and private directories in places to which others may write, e.g. /tmp or a shared directory; and text files that a user
 names, read in bounded time and space, for any kind of file.
 
-A private directory in such a place has mode 0700, and a name that nobody can guess (`tempfile.mkdtemp`). Only where several
+A private directory in such a place has mode 0700, and a name that no one can guess (`tempfile.mkdtemp`). Only where several
 processes must find the same one is the name one that they can compute: then `first_private` passes over what is another user's.
-The place has the sticky bit, as /tmp has: what is this user's, nobody else can replace.
+The place has the sticky bit, as /tmp has: what is this user's, no other user can replace.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def is_private(path: Path) -> bool:
-    """Return whether this is a directory of this user that nobody else may enter, and no link to one."""
+    """Return whether this is a directory of this user that no one else may enter, and no link to one."""
     try:
         found = path.lstat()
     except OSError:
@@ -116,6 +116,9 @@ def _remove_if_orphaned(folder: str, inside: int, name: str, on_orphan: Callable
         except BlockingIOError:
             return  # its owner lives, or another process was faster
         on_orphan(folder)
+        for entry in os.scandir(folder):  # the lock goes last: should this process end before, the next one goes on
+            if entry.name != name and entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path, ignore_errors=True)
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -6,6 +6,8 @@ import json
 import os
 import signal
 import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,6 +114,90 @@ def test_where_the_agent_keeps_its_files(tmp_path, monkeypatch, free, parent):
         return
     with pytest.raises(UsageError, match=r"memory: 1 free inodes, 24 needed; .*disk: 1 free inodes.*set TMPDIR"):
         launch.make_run_dir(1)
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What stands for /dev/shm."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    monkeypatch.setattr(launch, "IN_MEMORY", str(folder))
+    return folder
+
+
+def planted(folder: Path) -> Path:
+    """What looks like a dead agent's private directory; return the part of a copy in it."""
+    part = folder / "memory" / "part"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"part")
+    (folder / launch.OWNER).touch()
+    return part
+
+
+def test_a_dead_agents_directory_goes_with_the_next(shared_memory):
+    """The whole directory, whose lock is free; not those of agents that live, or of which nothing says so."""
+    dead, unknown = (shared_memory / f"elastic_ext_{name}" for name in ("dead", "unknown"))
+    planted(dead)
+    (dead / "progress").touch()
+    unknown.mkdir()
+    with launch.own_run_dir(1) as (one, _), launch.own_run_dir(1) as (other, _):
+        assert sorted(map(str, shared_memory.iterdir())) == sorted([one, other, str(unknown)])
+    assert list(shared_memory.iterdir()) == [unknown]
+
+
+OWNS = """
+import os, subprocess, sys
+from elastic_ext.agent import launch
+launch.IN_MEMORY = sys.argv[1]
+with launch.own_run_dir(1) as (path, lock):
+    print(path, subprocess.Popen(["sleep", "10000"], pass_fds=lock, stdout=subprocess.DEVNULL).pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("inside", [[], ["unshare", "--pid", "--fork", "--kill-child"]], ids=["here", "pid namespace"])
+def test_a_directory_lives_while_agent_or_reaper_does(shared_memory, inside):
+    """Both are killed, at last. A pid says nothing: containers may share this memory."""
+    if inside and os.geteuid():
+        pytest.skip("only root may make a pid namespace")
+    pipe = subprocess.PIPE
+    command = [*inside, sys.executable, "-c", OWNS, str(shared_memory)]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as agent:
+        path, reaper = agent.stdout.readline().split()
+        held = [path]
+        launch.remove_orphans(str(shared_memory))
+        assert list(map(str, shared_memory.iterdir())) == held
+        beside = int(reaper) if not inside else 0
+        agent.kill()
+        agent.wait()
+        if beside:
+            launch.remove_orphans(str(shared_memory))
+            assert list(map(str, shared_memory.iterdir())) == held, "the reaper has not ended"
+            os.kill(beside, signal.SIGKILL)
+            assert wait_gone([beside]) == []
+    until(lambda: launch.remove_orphans(str(shared_memory)) or not list(shared_memory.iterdir()))
+
+
+def test_planted_files_neither_delay_nor_redirect_an_agent(shared_memory, tmp_path):
+    (shared_memory / "elastic_ext_file").touch()
+    (shared_memory / "elastic_ext_pipe").mkdir()
+    os.mkfifo(shared_memory / "elastic_ext_pipe" / launch.OWNER)
+    left = [planted(tmp_path / "elsewhere"), planted(tmp_path / "locked")]
+    (shared_memory / "elastic_ext_link").symlink_to(tmp_path / "elsewhere")
+    left.append(planted(shared_memory / "elastic_ext_lock"))
+    (shared_memory / "elastic_ext_lock" / launch.OWNER).unlink()
+    (shared_memory / "elastic_ext_lock" / launch.OWNER).symlink_to(tmp_path / "locked" / launch.OWNER)
+    launch.remove_orphans(str(shared_memory))
+    assert all(part.exists() for part in left)
+    assert len(list(shared_memory.iterdir())) == 4
+
+
+def test_even_root_leaves_what_another_user_has(shared_memory, monkeypatch):
+    part = planted(shared_memory / "elastic_ext_other")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    launch.remove_orphans(str(shared_memory))
+    assert part.exists()
 
 
 SCRIPT = SCRIPTS / "elastic_job.py"

@@ -1,17 +1,15 @@
 """The agent's directory for copies in memory: its room, what it refuses, and its end."""
 
 import dataclasses
-import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from elastic_ext.agent import launch, resume
-from elastic_ext.agent.resume import MemoryCopies, ResumePoint, remove_orphans
+from elastic_ext.agent import resume
+from elastic_ext.agent.resume import MemoryCopies, ResumePoint
 from elastic_ext.base import contracts, diagnosis, settings
 from elastic_ext.base.contracts import MemoryRoom, SingleNode, memory_room, resume_variables
 from elastic_ext.base.settings import Settings
@@ -42,9 +40,9 @@ def told(kind: str, back: int, refuse_copies: bool = False, node: str = "a") -> 
 
 
 def test_the_room_and_its_limit(tmp_path, run_dir):
-    with MemoryCopies(Settings(checkpoint_dir=str(tmp_path), memory_limit=1000), run_dir) as copies:
-        assert copies.open(1) == MemoryRoom(f"{run_dir}/memory", 1000)
-        assert copies.open(2) == MemoryRoom(f"{run_dir}/memory", 500), "the rest is for another node's"
+    copies = MemoryCopies(Settings(checkpoint_dir=str(tmp_path), memory_limit=1000), run_dir)
+    assert copies.open(1) == MemoryRoom(f"{run_dir}/memory", 1000)
+    assert copies.open(2) == MemoryRoom(f"{run_dir}/memory", 500), "the rest is for another node's"
     assert MemoryCopies(Settings(checkpoint_dir=str(tmp_path), memory_every=0), run_dir).open(1) is None
     assert MemoryCopies(Settings(), run_dir).open(1) is None
     assert MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), str(tmp_path)).open(1) is None, "not in memory"
@@ -56,8 +54,8 @@ def test_a_part_lost_during_measuring_costs_no_copies(tmp_path, run_dir):
     folder.mkdir(parents=True)
     (folder / memory_file(0)).write_bytes(b"part")
     (folder / memory_file(1)).symlink_to("gone")  # its size cannot be told either
-    with MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), run_dir) as copies:
-        assert copies.open(1) is not None
+    copies = MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), run_dir)
+    assert copies.open(1) is not None
 
 
 def worker(pid: int = 1, saved: int | None = None) -> Progress:
@@ -77,16 +75,16 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
     """It goes with the offers of the next round; see `needs_no_storage`."""
     save_own(tmp_path, 5)
     settings = Settings(checkpoint_dir=str(tmp_path))
-    with MemoryCopies(settings, run_dir) as copies:
-        for number in (3, 4):
-            exchange = SingleNode()
-            job = SimpleNamespace(round=number, part=SimpleNamespace(exchange=exchange), get_run_id=lambda: "run")
-            point = resume.agree(settings, job, NodeInRound(), copies)
-            (offers,) = map(read_offers, exchange.offers(0))
-            assert offers.has_memory
-            assert offers.saved == (NewestSaved() if number == 3 else known)
-            assert copies.saved == NewestSaved(number, 5)
-            point.workers_ended(SimpleNamespace(read_progress=lambda: workers))
+    copies = MemoryCopies(settings, run_dir)
+    for number in (3, 4):
+        exchange = SingleNode()
+        job = SimpleNamespace(round=number, part=SimpleNamespace(exchange=exchange), get_run_id=lambda: "run")
+        point = resume.agree(settings, job, NodeInRound(), copies)
+        (offers,) = map(read_offers, exchange.offers(0))
+        assert offers.has_memory
+        assert offers.saved == (NewestSaved() if number == 3 else known)
+        assert copies.saved == NewestSaved(number, 5)
+        point.workers_ended(SimpleNamespace(read_progress=lambda: workers))
 
 
 def test_worker_variables_suit_standbys_and_nested_agents(tmp_path):
@@ -97,71 +95,6 @@ def test_worker_variables_suit_standbys_and_nested_agents(tmp_path):
     given = {**of_worker, **resume_variables("/checkpoints/one", 1)}
     found = settings.read({}, {**given, "ELASTIC_EXT_WORKER": "{}"})
     assert (found.memory_limit, found.memory_every) == (50, None)
-
-
-@pytest.fixture
-def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What stands for /dev/shm."""
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(launch, "IN_MEMORY", str(folder))
-    return folder
-
-
-def planted(folder: Path) -> Path:
-    """What looks like a dead agent's private directory; return the part of a copy in it."""
-    part = folder / "memory" / "part"
-    part.parent.mkdir(parents=True)
-    part.write_bytes(b"part")
-    (folder / "memory.lock").touch()
-    return part
-
-
-def test_a_dead_agents_copies_go_with_the_next(tmp_path, shared_memory):
-    """The whole directory, whose lock nobody holds any more; not those of agents that live."""
-    dead, *alive = (shared_memory / f"elastic_ext_{name}" for name in ("dead", "one", "other"))
-    planted(dead)
-    (dead / "progress").touch()
-    with ExitStack() as stack:
-        for folder in alive:
-            folder.mkdir()
-            copies = stack.enter_context(MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), str(folder)))
-            assert copies.open(1) is not None
-            assert copies.open(1) is not None, "in the next round"
-        assert sorted(shared_memory.glob("*/memory")) == [folder / "memory" for folder in alive]
-    assert not dead.exists()
-
-
-def test_planted_files_neither_delay_nor_redirect_an_agent(shared_memory, tmp_path):
-    (shared_memory / "elastic_ext_file").touch()
-    (shared_memory / "elastic_ext_pipe").mkdir()
-    os.mkfifo(shared_memory / "elastic_ext_pipe" / "memory.lock")
-    left = [planted(tmp_path / "elsewhere"), planted(tmp_path / "locked")]
-    (shared_memory / "elastic_ext_link").symlink_to(tmp_path / "elsewhere")
-    left.append(planted(shared_memory / "elastic_ext_lock"))
-    (shared_memory / "elastic_ext_lock" / "memory.lock").unlink()
-    (shared_memory / "elastic_ext_lock" / "memory.lock").symlink_to(tmp_path / "locked" / "memory.lock")
-    remove_orphans()
-    assert all(part.exists() for part in left)
-    assert len(list(shared_memory.iterdir())) == 4
-
-
-def test_even_root_leaves_what_another_user_has(shared_memory, monkeypatch):
-    part = planted(shared_memory / "elastic_ext_other")
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    remove_orphans()
-    assert part.exists()
-
-
-def test_an_agent_that_ends_well_counts_not_killed(tmp_path, shared_memory, caplog):
-    """Its directory is still there for a moment."""
-    folder = shared_memory / "elastic_ext_ending"
-    folder.mkdir()
-    with MemoryCopies(Settings(checkpoint_dir=str(tmp_path)), str(folder)) as copies:
-        assert copies.open(1) is not None
-    remove_orphans()
-    assert folder.exists()
-    assert "was killed" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -180,17 +113,17 @@ def test_what_is_blamed_is_refused_everywhere(tmp_path, run_dir, verdict, in_mem
     settings = Settings(checkpoint_dir=str(tmp_path))
     save_own(tmp_path, 3)
     save_own(tmp_path, 5)
-    with MemoryCopies(settings, run_dir) as copies:
-        room = copies.open(1)
-        assert room is not None
-        name = directory_name(8, 1)
-        part = Path(room.directory, name, memory_file(0))
-        part.parent.mkdir()
-        part.write_bytes(b"part")
-        path = f"{room.directory}/{name}" if in_memory else f"{tmp_path}/{directory_name(5, 1)}"
-        ResumePoint(settings, Resumption(path, 8), None, copies).go_back(verdict, "a")
-        assert copies.refused == ((name,) if refused else ())
-        assert part.exists() != refused
+    copies = MemoryCopies(settings, run_dir)
+    room = copies.open(1)
+    assert room is not None
+    name = directory_name(8, 1)
+    part = Path(room.directory, name, memory_file(0))
+    part.parent.mkdir()
+    part.write_bytes(b"part")
+    path = f"{room.directory}/{name}" if in_memory else f"{tmp_path}/{directory_name(5, 1)}"
+    ResumePoint(settings, Resumption(path, 8), None, copies).go_back(verdict, "a")
+    assert copies.refused == ((name,) if refused else ())
+    assert part.exists() != refused
     expected = set() if quarantined is None else {directory_name(quarantined, 1)}
     assert own_files.quarantined_names(open_storage(str(tmp_path))) == expected
     for each in expected:
@@ -205,14 +138,14 @@ def test_since_replicas_were_equal_nothing_may_be_used(tmp_path, run_dir, node, 
     save_own(tmp_path, 3)
     save_own(tmp_path, 5)
     verdict = dataclasses.replace(told(diagnosis.HARDWARE, back=0), refuse_newer=4, refused_by="a")
-    with MemoryCopies(settings, run_dir) as copies:
-        room = copies.open(1)
-        assert room is not None
-        for step in (4, 6):
-            save_part([Path(room.directory)], step)
-        ResumePoint(settings, Resumption(f"{tmp_path}/{directory_name(3, 1)}", 3), None, copies).go_back(verdict, node)
-        assert copies.refused == (directory_name(6, 1),)
-        assert copies.newest_step() == 4
+    copies = MemoryCopies(settings, run_dir)
+    room = copies.open(1)
+    assert room is not None
+    for step in (4, 6):
+        save_part([Path(room.directory)], step)
+    ResumePoint(settings, Resumption(f"{tmp_path}/{directory_name(3, 1)}", 3), None, copies).go_back(verdict, node)
+    assert copies.refused == (directory_name(6, 1),)
+    assert copies.newest_step() == 4
     assert own_files.quarantined_names(open_storage(str(tmp_path))) == quarantined
 
 
@@ -239,15 +172,15 @@ def test_what_one_node_has_is_unusable_once_equal(tmp_path):
 def test_the_newest_steps_of_both_tiers(tmp_path, run_dir):
     """A checkpoint in memory is none on disk, and what workers have saved since the round began counts."""
     settings = Settings(checkpoint_dir=str(tmp_path))
-    with MemoryCopies(settings, run_dir) as copies:
-        room = copies.open(1)
-        assert room is not None
-        resumed = ResumePoint(settings, Resumption(f"{room.directory}/{directory_name(8, 1)}", 8), None, copies)
-        assert resumed.newest_steps([]) == (None, None)
-        for step in (7, 8):
-            save_part([Path(room.directory)], step)
-        copies.checkpoint_step = 5
-        assert resumed.newest_steps([worker(1, None)]) == (8, 5)
-        assert resumed.newest_steps([worker(1, 12), worker(2, 9)]) == (8, 12)
-        copies.refuse()
-        assert resumed.newest_steps([]) == (None, 5)
+    copies = MemoryCopies(settings, run_dir)
+    room = copies.open(1)
+    assert room is not None
+    resumed = ResumePoint(settings, Resumption(f"{room.directory}/{directory_name(8, 1)}", 8), None, copies)
+    assert resumed.newest_steps([]) == (None, None)
+    for step in (7, 8):
+        save_part([Path(room.directory)], step)
+    copies.checkpoint_step = 5
+    assert resumed.newest_steps([worker(1, None)]) == (8, 5)
+    assert resumed.newest_steps([worker(1, 12), worker(2, 9)]) == (8, 12)
+    copies.refuse()
+    assert resumed.newest_steps([]) == (None, 5)

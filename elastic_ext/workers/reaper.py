@@ -168,15 +168,23 @@ def _set_soft_limit(pid: int, limit: "int | None") -> None:
 
 
 def _has_mark(pid: int, mark: bytes) -> bool:
-    """Raises OSError. A zombie has none."""
-    with open(f"/proc/{pid}/limits", "rb") as limits:
-        return any(line.startswith(b"Max file locks") and line.split()[3] == mark for line in limits)
+    """Raises OSError. A zombie keeps it."""
+    with open(f"/proc/{pid}/limits", "rb", buffering=0) as limits:  # a host has thousands of processes: nothing more for each
+        found = limits.read()
+    return mark in found and any(line.startswith(b"Max file locks") and line.split()[3] == mark for line in found.splitlines())
 
 
 def _has_token(pid: int, token: bytes) -> bool:
     """Raises OSError. A zombie has none."""
     with open(f"/proc/{pid}/environ", "rb") as environ:
         return token in environ.read()
+
+
+def _is_marked(pid: int, token: bytes, mark: bytes, by_environment: bool) -> bool:
+    try:
+        return _has_mark(pid, mark) or (by_environment and _has_token(pid, token))
+    except OSError:  # it has ended, or belongs to another user
+        return False
 
 
 def _process(pid: int) -> "ExactProcess | None":
@@ -302,17 +310,15 @@ def kill_marked(token: bytes) -> "set[int]":
 def marked(token: bytes, by_environment: bool = True) -> "Iterator[ExactProcess]":
     """Yield each process with the mark, open for its turn. by_environment: also those with the token in their environment.
 
-    Each is opened before it is read, so what is done to it cannot hit another process with the same pid.
+    Each is read again once it is open, so what is done to it cannot hit another process with the same pid.
     """
     mark = _mark_of(token)
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        if pid == os.getpid() or (process := _process(pid)) is None:
+        if pid == os.getpid() or not _is_marked(pid, token, mark, by_environment) or (process := _process(pid)) is None:
             continue
         try:
-            if _has_mark(pid, mark) or (by_environment and _has_token(pid, token)):
+            if _is_marked(pid, token, mark, by_environment) and not process.ended:
                 yield process
-        except OSError:
-            pass  # the process has ended, or belongs to another user
         finally:
             process.close()
 

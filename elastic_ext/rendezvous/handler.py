@@ -302,6 +302,7 @@ class EtcdRendezvous(contract.Base):
             cut=cut,
             # Without a reaper the workers may outlive a killed agent. Then only the lease counts.
             link_port=self._place.links.port if self.reaper_runs() else 0,
+            link_key=self._place.links.key,
             silent=self._place.stores.silent(self.round),
             hosts_store=self._own_store is not None and self._own_store.hosted_here,
             machine=machine(),

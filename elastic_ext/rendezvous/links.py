@@ -3,7 +3,8 @@
 If only the agent is killed, its reaper takes the node out of the job. If the agent, its reaper and its workers die at one instant
 (`kubectl delete --force`, a container out of memory, SIGKILL to a job step), only the lease would show it. But the kernel of that
 host lives on and closes their connections. So each agent keeps a link to one or two other nodes of its round
-(`rounds.neighbors`), and suspects a node that closes its link without a goodbye. It then connects again:
+(`rounds.neighbors`), and suspects a node that closes its link without a goodbye. A connection is a link once both sides have
+proved that they are of the job (`handshake`). The agent then connects again:
 
     the node answers              it has not died: nothing happens
     accepted, but no answer       the reaper still runs, or the agent is frozen: the end of this connection is the next event
@@ -26,7 +27,8 @@ Invariants:
     and only by a node that is in the job itself.
     A node that is declared dead though it lives learns that from its next event from etcd, and kills its workers without grace.
     A node that has lost a link from another one, which does not link again, and that etcd does not answer, does the same, because
-    it may have been declared dead (unless all others are in trouble, too: see `fence`). It looks for longer than DECIDE_S.
+    it may have been declared dead (unless all others are in trouble, too: see `fence`). It looks for longer than DECIDE_S. Only
+    a link of the job counts for that, not what strangers open and close.
     One node declares another dead once at most; after that, only its lease counts.
 
 Only the lease shows the end of a host that loses its power, which closes nothing, and of a node that dies before any other has
@@ -52,7 +54,7 @@ from typing import Any
 from elastic_ext.etcd import FROM_NOW, Batch, Compare, Delete, EtcdClient, EtcdError, Get, LeaseLost, Put, Watch, unchanged
 from elastic_ext.etcd.errors import AuthError, ClientClosed, UnsupportedVersion
 from elastic_ext.etcd.watch import Item
-from elastic_ext.rendezvous import presence
+from elastic_ext.rendezvous import handshake, presence
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.presence import CONFIRM_S, DECIDE_S
 from elastic_ext.rendezvous.round_records import RecordReader
@@ -150,7 +152,7 @@ class Watcher:
 
     async def _keep(self, peer: Peer) -> LinkEnd:
         """Keep a link to a node until it ends."""
-        if not peer.port:
+        if not peer.port or not peer.key:
             return LinkEnd.UNREACHABLE
         connected = await _connect(peer)
         if isinstance(connected, LinkEnd):
@@ -158,20 +160,19 @@ class Watcher:
         reader, writer = connected
         answered = False
         try:
-            writer.write(presence.encode(presence.Hello(self._job, self._node_id, peer.node_id)))
-            hello = presence.decode(await reader.readline())
-            answered = (hello.job, hello.node, hello.to) == (self._job, peer.node_id, self._node_id)
+            hello = handshake.Hello(self._job, self._node_id, peer.node_id, handshake.new_key())
+            answered = await handshake.greet(reader, writer, hello, peer.key)
             if not answered:
                 return LinkEnd.REFUSED  # another agent has taken over the port
             logger.debug("linked to node %s", peer.node_id)
             line = await reader.readline()
             # The kernel of a dead process closes its connections: nothing is unread on them, so it does not reset them.
-            return LinkEnd.LEFT if line == presence.BYE else LinkEnd.RESET if line else LinkEnd.LOST
-        except presence.ENDS as error:
+            return LinkEnd.LEFT if line == handshake.BYE else LinkEnd.RESET if line else LinkEnd.LOST
+        except handshake.ENDS as error:
             logger.debug("the link to node %s ended: %s", peer.node_id, error)
             return LinkEnd.RESET if answered else LinkEnd.UNANSWERED
         except asyncio.CancelledError:
-            writer.write(presence.BYE)
+            writer.write(handshake.BYE)
             raise
         finally:
             writer.close()
@@ -202,7 +203,7 @@ async def _open(family: int, address: tuple[Any, ...]) -> tuple[asyncio.StreamRe
         connection.setblocking(False)
         presence.keep_alive(connection)
         await presence.within(CONNECT_TIMEOUT_S, loop.create_task(loop.sock_connect(connection, address)))
-        return await asyncio.open_connection(sock=connection, limit=presence.MAX_LINE)
+        return await asyncio.open_connection(sock=connection, limit=handshake.MAX_LINE)
     except BaseException:
         connection.close()
         raise
@@ -226,6 +227,7 @@ async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
 
 
 DOUBT, DEAD = "doubt", "dead"  # values of the key; "dead" is followed by the create revision of the record that was deleted
+MOST_ASKED = 64  # nodes in one request, which etcd and the embedded store must take; two links end at a time, not more
 CALL_TIMEOUT_S = 2.0  # of a call to etcd; the lease counts, too, so nothing depends on an answer
 
 
@@ -237,6 +239,7 @@ class Peer:
     # address, port: of its listening socket for links; port 0: no node may link to it.
     address: str
     port: int
+    key: str  # see `handshake`; "": none is published, so that no node may link to it
     created: int  # create revision of its record
     lease_id: int  # of its record
 
@@ -259,7 +262,7 @@ class Peers:
         node = self._reader.node(kv) if kv is not None else None
         if kv is None or node is None:
             return None
-        return Peer(node_id, node.address, node.link_port, kv.create_revision, kv.lease_id)
+        return Peer(node_id, node.address, node.link_port, node.link_key, kv.create_revision, kv.lease_id)
 
     def neighbors(self, node_id: str) -> Collection[str]:
         """Return the ids of the nodes that a node keeps links to; none if its assignment is gone or cannot be read."""
@@ -272,12 +275,12 @@ class Peers:
         return Watch(self._client, self._keys.doubt(self._node_id), start_revision=FROM_NOW, callback=on_item)
 
     def answer(self, others: Collection[str] = ()) -> presence.Standing:
-        """Remove the doubt about this node, if any. others: nodes to look for at the same time."""
-        key, asked = self._keys.doubt(self._node_id), tuple(others)
+        """Remove the doubt about this node, if any. others: nodes to look for at the same time; of many, the last are not."""
+        key, asked, unasked = self._keys.doubt(self._node_id), tuple(others)[:MOST_ASKED], frozenset(tuple(others)[MOST_ASKED:])
         gets = [Get(key), *(Get(self._keys.node(each)) for each in asked)]
         while True:
             doubt, *nodes = (each.kv for each in self._client.txn([], gets, timeout_s=CALL_TIMEOUT_S).readings)
-            in_job = frozenset(node_id for node_id, kv in zip(asked, nodes, strict=True) if kv is not None)
+            in_job = unasked.union(node_id for node_id, kv in zip(asked, nodes, strict=True) if kv is not None)
             if doubt is None:
                 return presence.Standing(False, in_job)
             as_read = [unchanged(key, doubt.mod_revision)]
@@ -354,7 +357,8 @@ class Links:
             on_given_up: called on the thread of the links when the others may have declared this node dead; see Presence.
         """
         self.port: int = server.getsockname()[1]  # of the listening socket; 0: no node may link to this one
-        self.presence = presence.Presence(job, node_id, records.answer, on_given_up)  # the links from other nodes
+        self.key = handshake.new_key()
+        self.presence = presence.Presence(job, node_id, self.key, records.answer, on_given_up)  # the links from other nodes
         self._server, self._records = server, records
         self._doubts: Watch | None = None
         self._answers: asyncio.Task[None] | None = None  # keeps the task alive

@@ -1,7 +1,6 @@
 """Shows the others that this node lives: it answers their links and their doubts.
 
-Wire protocol, version 1: lines of text. The connecting agent sends a `Hello` as JSON, the other one answers with one. After that
-nothing is sent, except BYE by an agent that ends the link on purpose.
+Strangers may connect, too. What they do counts for nothing, makes no request grow, and takes no room from the links.
 """
 
 from __future__ import annotations
@@ -18,36 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from elastic_ext.base import records
 from elastic_ext.etcd import EtcdError
+from elastic_ext.rendezvous import handshake
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
-BYE = b"bye\n"
-MAX_LINE = 2048  # bytes
-ENDS = (OSError, ValueError, EOFError, records.RecordError)  # how reading from a link can fail
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3))  # seconds, seconds, probes
-
-
-@dataclass(frozen=True)
-class Hello:
-    """The first line of each side. job: the run id. node: the sender. to: the other node, as the sender knows it."""
-
-    job: str
-    node: records.Name
-    to: records.Name
-
-
-def encode(hello: Hello) -> bytes:
-    return records.encode(hello, SCHEMA).encode() + b"\n"
-
-
-def decode(line: bytes) -> Hello:
-    """Decode a line. Raises EOFError: the connection was closed. Raises RecordError: it is no such line."""
-    if not line:
-        raise EOFError("the connection was closed")
-    return records.read(Hello, line, "the first line of a link", SCHEMA)
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -95,9 +70,10 @@ async def within(seconds: float, task: asyncio.Task[T]) -> T:
         task.cancel()
 
 
-HELLO_TIMEOUT_S = 5.0  # for a stranger who connects and says nothing
-MAX_INCOMING = 64  # a node has one or two; more are strangers
-BACKLOG = 16
+HELLO_TIMEOUT_S = 5.0  # for a connection to prove that it is a link
+MAX_INCOMING = 64  # links; a node has one or two
+MAX_UNPROVED = 64  # connections that are no links yet; a node needs milliseconds for its proof, and the oldest makes room
+BACKLOG = 128
 CONFIRM_S = 0.3  # for an answer to a doubt; a node that lives needs milliseconds
 DECIDE_S = 2.0  # after the end of its link, a node is declared dead within this time or not at all
 DOUBTED_S = DECIDE_S + 1.0  # for how long this node looks whether it was: the two sides may see the end at different times
@@ -116,53 +92,58 @@ class Presence:
     """This node's side of the links from other nodes. For the thread of the links."""
 
     def __init__(
-        self, job: str, node_id: str, ask: Callable[[Collection[str]], Standing], on_given_up: Callable[[str, bool], None]
+        self,
+        job: str,
+        node_id: str,
+        key: str,
+        ask: Callable[[Collection[str]], Standing],
+        on_given_up: Callable[[str, bool], None],
     ) -> None:
         """
         Args:
+            key: of this node; see `handshake`.
             ask: removes the doubt about this node from etcd, and looks for others; see `links.Peers.answer`. It blocks.
             on_given_up: called when the others may have declared this node dead: the reason, and whether that is certain; it must
                 return at once.
         """
-        self.incoming = 0  # number of connections from others
-        self._job, self._node_id, self._ask, self._on_given_up = job, node_id, ask, on_given_up
+        self.incoming = 0  # number of links from others
+        self._job, self._node_id, self._key, self._ask, self._on_given_up = job, node_id, key, ask, on_given_up
+        self._unproved: dict[asyncio.StreamWriter, None] = {}  # connections that are no links yet, the oldest first
         self._open = Counter[str]()  # links from each node
         self._lost: dict[str, float] = {}  # nodes whose link to this one has ended, and until when they may declare it dead
         self._looking = self._answering = self._asked_again = False
 
     async def listen(self, listening: socket.socket) -> asyncio.Server:
         """Begin to accept links."""
-        return await asyncio.start_server(self._accept, sock=listening, limit=MAX_LINE, backlog=BACKLOG)
+        return await asyncio.start_server(self._accept, sock=listening, limit=handshake.MAX_LINE, backlog=BACKLOG)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.incoming >= MAX_INCOMING:
-            writer.close()
-            return
-        self.incoming += 1
         linked, goodbye = "", False
+        self._make_room_for(writer)
         silent = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, writer.transport.abort)
         try:
             keep_alive(writer.get_extra_info("socket"))
-            hello = decode(await reader.readline())
+            node_id, welcome = await handshake.admit(reader, writer, self._job, self._node_id, self._key)
             silent.cancel()
-            if hello.job != self._job:
-                raise ValueError(f"it is for job {hello.job}")
-            writer.write(encode(Hello(self._job, self._node_id, hello.node)))
-            if hello.to != self._node_id:
-                raise ValueError(f"it is for node {hello.to}, whose port this was")
-            linked = hello.node
+            if writer.is_closing() or self.incoming >= MAX_INCOMING:
+                raise ValueError(f"node {node_id} came too late, or there are {MAX_INCOMING} links")
+            del self._unproved[writer]
+            linked = node_id
+            self.incoming += 1
             self._open[linked] += 1
             self._lost.pop(linked, None)
-            goodbye = await reader.readline() == BYE
+            writer.write(welcome)
+            goodbye = await reader.readline() == handshake.BYE
             logger.debug("node %s has %s", linked, "ended its link" if goodbye else "lost its link")
-        except ENDS as error:
+        except handshake.ENDS as error:
             logger.debug("a connection from outside ended: %s", error)
         except asyncio.CancelledError:
-            writer.write(BYE)
+            writer.write(handshake.BYE)
             raise
         finally:
             silent.cancel()
-            self.incoming -= 1
+            self._unproved.pop(writer, None)
+            self.incoming -= bool(linked)
             writer.close()
         if not linked:
             return
@@ -170,6 +151,13 @@ class Presence:
         if not goodbye and not self._open[linked]:  # the end of an earlier link may be seen after a new one is there
             self._lost[linked] = time.monotonic() + DOUBTED_S
             await self._look()
+
+    def _make_room_for(self, writer: asyncio.StreamWriter) -> None:
+        if len(self._unproved) >= MAX_UNPROVED:
+            oldest = next(iter(self._unproved))
+            del self._unproved[oldest]
+            oldest.transport.abort()
+        self._unproved[writer] = None
 
     async def _look(self) -> None:
         """While a node that has lost its link may declare this one dead, look whether it has. Give up if etcd does not answer.

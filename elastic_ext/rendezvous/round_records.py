@@ -15,7 +15,7 @@ from typing import Annotated, TypeVar
 
 from elastic_ext.base import records
 from elastic_ext.base.printable import printable
-from elastic_ext.base.records import Count, Name, Port, RecordError, Within, is_name
+from elastic_ext.base.records import Count, Name, NameOrEmpty, Port, RecordError, Within, is_name
 from elastic_ext.etcd import KeyValue
 from elastic_ext.failures.joint_evidence import Hashed
 from elastic_ext.failures.ledger import Ledger, decode_ledger, decode_verdict
@@ -84,6 +84,7 @@ class Node:
     machine: str = ""  # see `address.machine`
     hashed_in: Count = 0  # the round of `hashed`, what its workers have hashed of their replicas; 0: nothing
     hashed: tuple[Hashed, ...] = ()
+    link_key: NameOrEmpty = ""  # who links to it proves to have read this (`handshake`); "": no node may link to it
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -19,11 +20,10 @@ import pytest
 
 from elastic_ext.etcd import FROM_NOW, Unavailable, Watch
 from elastic_ext.etcd.watch import Item
-from elastic_ext.rendezvous import links, presence, rounds
+from elastic_ext.rendezvous import handshake, links, presence, rounds
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.links import DEAD, Links, Peers
-from elastic_ext.rendezvous.presence import Hello, Standing, in_thread
-from elastic_ext.rendezvous.presence import encode as encode_hello
+from elastic_ext.rendezvous.presence import Standing, in_thread
 from elastic_ext.rendezvous.round_records import Assignment, Node, RecordReader, encode
 from elastic_ext.rendezvous.round_store import listen_at
 from tests.etcd.proxy import Proxy
@@ -150,7 +150,7 @@ class Agent:
         self.reached_at(self.links.port)
 
     def reached_at(self, port: int) -> None:
-        node = Node(0, 1, "", "127.0.0.1", 1, link_port=port)
+        node = Node(0, 1, "", "127.0.0.1", 1, link_port=port, link_key=self.links.key)
         self.client.put(KEYS.node(self.name), encode(node), lease_id=self.lease)
 
     def in_job(self) -> bool:
@@ -322,9 +322,7 @@ def test_a_node_out_of_the_job_declares_none(server, stack):
     assert not doubting.records.remove(peer, doubted, WAIT_S)
     watched.records.until_answered(3)
     assert doubting.records.doubt(peer, WAIT_S) is None
-    with socket.create_connection(("127.0.0.1", watched.links.port)) as link:
-        link.sendall(encode_hello(Hello("job", "a", "b")))
-        assert link.recv(100)
+    linked_by_hand(watched, "a").close()
     until(lambda: watched.records.answers > 3 and not watched.links.presence._looking)
     assert watched.records.answers == 4
 
@@ -373,9 +371,17 @@ def test_a_relinked_node_outlasts_an_absent_etcd(server, stack, messages, monkey
 
 def linked_by_hand(agent: Agent, name: str) -> socket.socket:
     """A link from a node of this name."""
+
+    async def greet() -> bool:
+        reader, writer = await asyncio.open_connection(sock=link.dup())
+        try:
+            hello = handshake.Hello("job", name, agent.name, handshake.new_key())
+            return await handshake.greet(reader, writer, hello, agent.links.key)
+        finally:
+            writer.close()
+
     link = socket.create_connection(("127.0.0.1", agent.links.port))
-    link.sendall(encode_hello(Hello("job", name, agent.name)))
-    assert link.recv(100)
+    assert asyncio.run(greet())
     return link
 
 
@@ -476,23 +482,65 @@ def test_a_stranger_is_sent_away(server, stack, messages, line):
     assert agent.reasons.empty()
 
 
-@pytest.mark.full
-def test_idle_strangers_take_no_room_for_ever(server, stack, messages, monkeypatch):
-    monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", 0.2)
+def stranger(agent: Agent) -> socket.socket:
+    """A connection of somebody without a key."""
+    connection = socket.create_connection(("127.0.0.1", agent.links.port))
+    connection.settimeout(WAIT_S)
+    return connection
+
+
+@pytest.mark.seam
+def test_idle_strangers_make_room(server, stack, messages, monkeypatch):
+    monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", 10 * WAIT_S)
     agent = Agent(stack, server.endpoint, "b")
-    idle = [
-        stack.enter_context(socket.create_connection(("127.0.0.1", agent.links.port))) for _ in range(presence.MAX_INCOMING + 5)
-    ]
-    for each in idle:
-        each.settimeout(WAIT_S)
-        try:
-            assert each.recv(100) == b""
-        except ConnectionError:
-            pass
-    monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", WAIT_S)
+    idle = [stack.enter_context(stranger(agent)) for _ in range(3 * presence.MAX_UNPROVED)]
     first = Agent(stack, server.endpoint, "a")
     first.links.follow(["b"])
     messages.until("linked to node b")
+    # They take no room from a link that is there, either.
+    idle += [stack.enter_context(stranger(agent)) for _ in range(2 * presence.MAX_UNPROVED)]
+    first.links.follow([])
+    messages.until("node a has ended its link", refused="lost its link")
+
+
+@pytest.mark.seam
+def test_an_idle_stranger_does_not_stay(server, stack, messages, monkeypatch):
+    monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", 0.2)
+    with stranger(Agent(stack, server.endpoint, "b")) as idle, contextlib.suppress(ConnectionError):
+        while idle.recv(1000):
+            pass
+
+
+def made_up(number: int) -> Iterator[bytes]:
+    """What a stranger can send who knows the job, in each version of the protocol: a name for every line."""
+    yield b'{"schema": 1, "job": "job", "node": "made-up-%d", "to": "b"}\n' % number
+    yield b'{"schema": 2, "job": "job", "node": "made-up-%d", "to": "b", "nonce": "n", "proof": "%064d"}\n' % (number, number)
+
+
+@pytest.mark.seam
+def test_strangers_ends_are_no_losses(server, stack, messages):
+    """The store does not answer meanwhile: after the end of a link of the job, that would count."""
+    to_etcd = stack.enter_context(Proxy(int(server.endpoint.rpartition(":")[2])))
+    agent = Agent(stack, to_etcd.endpoint, "b", kind=Counting)
+    agent.records.until_answered(1)
+    to_etcd.deaf()
+    for line in (line for number in range(100) for line in made_up(number)):
+        with stranger(agent) as connection, contextlib.suppress(ConnectionError):
+            connection.sendall(line)
+            while connection.recv(1000):
+                pass
+        messages.until("a connection from outside ended", refused="lost its link")
+    assert agent.reasons.empty()
+    assert not agent.links.presence._lost
+    assert agent.records.answers == 1
+
+
+@pytest.mark.seam
+def test_no_request_grows_with_lost_links(server, stack):
+    """Etcd takes no more than 128 operations; who is not asked for may still declare this node dead."""
+    names = ["a", *(f"gone-{number}" for number in range(500))]
+    records = [Agent(stack, server.endpoint, name).records for name in "ab"][1]
+    assert records.answer(names).in_job == {"a", *names[links.MOST_ASKED :]}
 
 
 # Real agents.

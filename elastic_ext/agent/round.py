@@ -526,7 +526,7 @@ class RoundStart:
         self._logs.own_variables = {
             local_rank: resumed.own_variables(each.global_rank) for local_rank, each in enumerate(self._group.workers)
         }
-        message: dict[str, object] = {"agent": companions.token}
+        message: dict[str, object] = {"agent": companions.token, "mark": reaper.mark_of(companions.token)}
         if progress is not None and self._settings.bootstrap:
             message |= {"progress": progress.path, "wake_pipe": companions.wake_pipe.path, "store": self._store_at}
             if self._settings.integrity_every:

@@ -149,16 +149,18 @@ def mark(pid: int, token: str) -> None:
 
     The mark is the soft limit on file locks. Only a process that sets that itself (`ulimit -x`, or pam_limits in a login) loses
     it. Where it cannot be set, as under gVisor, the reaper knows the workers, their sessions, and what has the token.
+
+    A busy agent may come after the process has started others. So with the bootstrap workers mark themselves first (`mark_of`).
     """
     try:
-        _set_soft_limit(pid, int(_mark_of(token.encode())))
+        _set_soft_limit(pid, mark_of(token)[1])
     except (OSError, ValueError):
         pass
 
 
-def _mark_of(token: bytes) -> bytes:
-    """Return the mark as /proc shows it. No ordinary limit is as large."""
-    return b"%d" % (int(token[:15], 16) | 1 << 60)
+def mark_of(token: str) -> "tuple[int, int]":
+    """Return the mark: which limit, and its soft value. No ordinary limit is as large."""
+    return RLIMIT_LOCKS, int(token[:15], 16) | 1 << 60
 
 
 def _set_soft_limit(pid: int, limit: "int | None") -> None:
@@ -312,7 +314,7 @@ def marked(token: bytes, by_environment: bool = True) -> "Iterator[ExactProcess]
 
     Each is read again once it is open, so what is done to it cannot hit another process with the same pid.
     """
-    mark = _mark_of(token)
+    mark = b"%d" % mark_of(token.decode())[1]  # as /proc shows it
     for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         if pid == os.getpid() or not _is_marked(pid, token, mark, by_environment) or (process := _process(pid)) is None:
             continue

@@ -13,7 +13,8 @@ import sys
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
-    from typing import TypedDict
+    from collections.abc import Callable
+    from typing import Any, TypedDict
 
     class WorkerMessage(TypedDict, total=False):
         version: int  # VERSION. A reader ignores a message with another version and reports it
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         journal: str  # beginning of the paths of the journals of saves; see bootstrap/saves.py
         saves_below: list[str]  # the directories of checkpoints, as absolute paths or URLs
         agent: str  # token of the agent, by which the reaper finds what the workers started
+        mark: tuple[int, int]  # the same, whatever their environment: the number of a limit, and its soft value; see reaper.mark
 
 
 MEMORY_THREAD = "elastic_ext-memory-"
@@ -64,6 +66,17 @@ def leave_notices_to_the_agent() -> None:
                 _signal.signal(notice, _signal.SIG_IGN)
         except ValueError:  # not the main thread
             return
+
+
+def take_mark(message: "WorkerMessage", import_stdlib: "Callable[[str], Any]") -> None:
+    """Take the mark by which the agent's reaper finds what this worker starts, before it starts anything."""
+    if "mark" in message:
+        limit, soft = message["mark"]
+        try:
+            limits = import_stdlib("resource")
+            limits.setrlimit(limit, (soft, limits.getrlimit(limit)[1]))
+        except (ImportError, OSError, ValueError):
+            pass  # as under gVisor; see reaper.mark
 
 
 def checked(message: object) -> "WorkerMessage":

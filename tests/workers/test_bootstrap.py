@@ -20,6 +20,7 @@ from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.failures.evidence import Wrapped, read_error_file
 from elastic_ext.workers import progress_layout
 from elastic_ext.workers.progress_layout import ROW_BYTES
+from elastic_ext.workers.reaper import mark_of
 from elastic_ext.workers.standby import client
 from elastic_ext.workers.standby.client import ServerProcess, WarmPopen
 from elastic_ext.workers.standby.import_checks import PER_WORKER
@@ -186,6 +187,21 @@ atexit.register(lambda: print(sum(map(is_main, gc.get_objects()))))
 def test_the_interpreters_main_module_outlives_the_script(tmp_path: Path, worker: Worker) -> None:
     """Python 3.10 uses it once more after an error, without a reference: a syntax error of the script ended by SIGSEGV."""
     assert run_text(tmp_path, MAINS, worker.environ) == (0, "2\n", "")
+
+
+MARKED = """
+import subprocess, sys
+print("resource" in sys.modules)
+print(subprocess.check_output(["env", "-i", "grep", "file locks", "/proc/self/limits"], text=True).split()[3])
+"""
+
+
+@pytest.mark.seam
+def test_a_script_is_marked_before_it_runs(tmp_path: Path) -> None:
+    """Whatever it starts carries the mark, however late the agent comes to set it; and the script finds no module of ours."""
+    limit, mark = mark_of("c0ffee0123456789")
+    marked = Worker(tmp_path, mark=[limit, mark])
+    assert run_text(tmp_path, MARKED, marked.environ) == (0, f"False\n{mark}\n", "")
 
 
 @pytest.mark.seam

@@ -65,7 +65,7 @@ def test_a_restart_spares_daemons_an_agents_death_none(tmp_path: Path) -> None:
             os.kill(cache, 0)  # raises if it is gone
         finally:
             job.process.send_signal(signal.SIGKILL)
-            left = wait_gone([cache, late])
+            left = wait_gone([cache, holder, late])
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
         assert left == []

@@ -465,7 +465,6 @@ class StandbyPool:
                 cold = NOT_READY
                 break
             program = list(args[len(self._spec.python) + 1 :])
-            reaper.mark(standby.pid, self._spec.token)
             try:
                 process = WarmPopen(standby, args, program, env, processors, stdout=stdout, stderr=stderr)
             except OSError as error:

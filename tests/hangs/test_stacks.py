@@ -421,7 +421,7 @@ def test_a_thread_that_computes_later_keeps_long_limits(tmp_path, quick, monkeyp
 
     def looked(self: stacks.CallChecks, *args: object) -> None:
         look(self, *args)
-        if self._stays and go.exists():
+        if self._stays.keys() >= {0, 1} and go.exists():
             os.close(os.open(go, os.O_WRONLY))
             until(lambda: not go.exists())
 

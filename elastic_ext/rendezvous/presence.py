@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import Any, TypeVar
 
 from elastic_ext.etcd import EtcdError
 from elastic_ext.rendezvous import handshake
+from elastic_ext.rendezvous.link_places import LinkPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +73,9 @@ async def within(seconds: float, task: asyncio.Task[T]) -> T:
 
 
 HELLO_TIMEOUT_S = 5.0  # for a connection to prove that it is a link
-MAX_INCOMING = 64  # links; a node has one or two
-MAX_UNPROVED = 64  # connections that are no links yet; a node needs milliseconds for its proof, and the oldest makes room
+MAX_LINKS = 64  # from other nodes; a node has one or two
+MAX_UNPROVED = 64  # connections that are no links yet; a node needs milliseconds for its proof
+_RESET = struct.pack("ii", 1, 0)  # of SO_LINGER
 BACKLOG = 128
 CONFIRM_S = 0.3  # for an answer to a doubt; a node that lives needs milliseconds
 DECIDE_S = 2.0  # after the end of its link, a node is declared dead within this time or not at all
@@ -86,6 +89,16 @@ class Standing:
 
     dead: bool
     in_job: frozenset[str]
+
+
+def _seat(writer: asyncio.StreamWriter, places: LinkPlaces[asyncio.StreamWriter]) -> None:
+    """Give a connection a place. One that makes room is reset: a node at its other end then suspects this one of nothing."""
+    peer = writer.get_extra_info("peername")
+    loser = places.take(writer, peer[0] if peer else "")  # it may have ended
+    if loser is not None:
+        with contextlib.suppress(OSError):
+            loser.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        loser.transport.abort()
 
 
 class Presence:
@@ -106,12 +119,17 @@ class Presence:
             on_given_up: called when the others may have declared this node dead: the reason, and whether that is certain; it must
                 return at once.
         """
-        self.incoming = 0  # number of links from others
         self._job, self._node_id, self._key, self._ask, self._on_given_up = job, node_id, key, ask, on_given_up
-        self._unproved: dict[asyncio.StreamWriter, None] = {}  # connections that are no links yet, the oldest first
+        self._unproved = LinkPlaces[asyncio.StreamWriter](MAX_UNPROVED)  # connections that are no links yet
+        self._links = LinkPlaces[asyncio.StreamWriter](MAX_LINKS)
         self._open = Counter[str]()  # links from each node
         self._lost: dict[str, float] = {}  # nodes whose link to this one has ended, and until when they may declare it dead
         self._looking = self._answering = self._asked_again = False
+
+    @property
+    def incoming(self) -> int:
+        """The number of links from others."""
+        return len(self._links)
 
     async def listen(self, listening: socket.socket) -> asyncio.Server:
         """Begin to accept links."""
@@ -119,17 +137,17 @@ class Presence:
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         linked, goodbye = "", False
-        self._make_room_for(writer)
+        _seat(writer, self._unproved)
         silent = asyncio.get_running_loop().call_later(HELLO_TIMEOUT_S, writer.transport.abort)
         try:
             keep_alive(writer.get_extra_info("socket"))
             node_id, welcome = await handshake.admit(reader, writer, self._job, self._node_id, self._key)
             silent.cancel()
-            if writer.is_closing() or self.incoming >= MAX_INCOMING:
-                raise ValueError(f"node {node_id} came too late, or there are {MAX_INCOMING} links")
-            del self._unproved[writer]
+            if writer.is_closing():
+                raise ValueError(f"node {node_id} came too late, or has made room for another")
+            self._unproved.leave(writer)
+            _seat(writer, self._links)
             linked = node_id
-            self.incoming += 1
             self._open[linked] += 1
             self._lost.pop(linked, None)
             writer.write(welcome)
@@ -142,22 +160,18 @@ class Presence:
             raise
         finally:
             silent.cancel()
-            self._unproved.pop(writer, None)
-            self.incoming -= bool(linked)
+            self._unproved.leave(writer)
+            kept = self._links.leave(writer)
             writer.close()
         if not linked:
             return
         self._open[linked] -= 1
-        if not goodbye and not self._open[linked]:  # the end of an earlier link may be seen after a new one is there
+        if self._open[linked]:  # the end of an earlier link may be seen after a new one is there
+            return
+        del self._open[linked]  # one that reads the records may come under any number of names
+        if kept and not goodbye:
             self._lost[linked] = time.monotonic() + DOUBTED_S
             await self._look()
-
-    def _make_room_for(self, writer: asyncio.StreamWriter) -> None:
-        if len(self._unproved) >= MAX_UNPROVED:
-            oldest = next(iter(self._unproved))
-            del self._unproved[oldest]
-            oldest.transport.abort()
-        self._unproved[writer] = None
 
     async def _look(self) -> None:
         """While a node that has lost its link may declare this one dead, look whether it has. Give up if etcd does not answer.

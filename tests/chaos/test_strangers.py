@@ -226,7 +226,7 @@ class Attacked:
                 until(lambda: time.monotonic() > began + SLOW_S)
                 os.kill(store, signal.SIGCONT)
             during = Pace.of(self.await_steps(STEPS, began, worker))
-        assert self.records()["state"] == self.state, self.said
+            assert self.records()["state"] == self.state, self.said  # one that has just come gets in, too
         assert "stopping its workers" not in self.said
         row = f"| {self.backend} | {attack.at} | {attack.name} | {before.steps:.0f} | {during.steps:.0f} |"
         print(f"{row} {before.longest_s:.2f} | {during.longest_s:.2f} |")
@@ -238,7 +238,7 @@ class Attacked:
             os.kill(worker, signal.SIGKILL)
             until(lambda: self.worker() != worker, self.said, LONG_S)
             self.await_steps(STEPS, time.monotonic(), self.worker())
-            assert self.records()["state"] != self.state, "one that has just come gets in, too"
+            assert self.records()["state"] == [2, "RUNNING"], self.said
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from elastic_ext.base import records
 from elastic_ext.etcd import FROM_NOW, Unavailable, Watch
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous import handshake, links, presence, rounds
@@ -501,6 +503,66 @@ def test_idle_strangers_make_room(server, stack, messages, monkeypatch):
     idle += [stack.enter_context(stranger(agent)) for _ in range(2 * presence.MAX_UNPROVED)]
     first.links.follow([])
     messages.until("node a has ended its link", refused="lost its link")
+
+
+class RawLink:
+    """A link to b, made step by step. node: who it says that it is."""
+
+    def __init__(self, agent: Agent, node: str, address: str = "127.0.0.1") -> None:
+        self._hello, self._key = handshake.Hello("job", node, "b", "nonce"), agent.links.key
+        self.connection = socket.create_connection(("127.0.0.1", agent.links.port), WAIT_S, source_address=(address, 0))
+        self._lines = self.connection.makefile("rb")
+        self._challenge = records.read(handshake.Challenge, self._lines.readline(), "a challenge", handshake.SCHEMA)
+
+    def prove(self) -> RawLink:
+        proof = handshake._proof(self._key, handshake._CONNECTING, self._challenge, self._hello)
+        self.connection.sendall(handshake._line(replace(self._hello, proof=proof)))
+        assert len(self._lines.readline()) == 65, "it counts as a link"
+        return self
+
+    def is_reset(self) -> bool:
+        """Whether the other side ends it, and how: a node that it resets makes itself suspect to no other."""
+        with pytest.raises(ConnectionResetError):
+            self._lines.readline()
+        return True
+
+    def __enter__(self) -> RawLink:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._lines.close()
+        self.connection.close()
+
+
+CROWD = "127.0.0.2"  # another host than that of the node
+
+
+@pytest.mark.seam
+def test_a_crowd_takes_no_neighbors_place(server, stack, messages, monkeypatch):
+    """Before a slow node has proved itself, more others come than there are places."""
+    monkeypatch.setattr(presence, "HELLO_TIMEOUT_S", 10 * WAIT_S)
+    agent = Agent(stack, server.endpoint, "b")
+    slow = stack.enter_context(RawLink(agent, "a"))
+    for number in range(3 * presence.MAX_UNPROVED):
+        stack.enter_context(RawLink(agent, f"made-up-{number}", CROWD))
+    slow.prove()
+
+
+@pytest.mark.seam
+def test_links_of_one_host_make_room(server, stack, messages):
+    """Also of one that reads the job's records, so that each of its links counts: that it has to go is no loss of a link."""
+    agent = Agent(stack, server.endpoint, "b")
+    neighbor = stack.enter_context(RawLink(agent, "a")).prove()
+    crowd = [stack.enter_context(RawLink(agent, f"made-up-{n}", CROWD)).prove() for n in range(presence.MAX_LINKS - 1)]
+    stack.enter_context(RawLink(agent, "c")).prove()
+    assert crowd[0].is_reset()
+    stack.enter_context(RawLink(agent, "made-up", CROWD)).prove()
+    assert crowd[1].is_reset()
+    assert agent.links.presence.incoming == presence.MAX_LINKS
+    assert not agent.links.presence._lost
+    neighbor.connection.shutdown(socket.SHUT_WR)
+    messages.until("node a has lost its link")
+    until(lambda: "a" not in agent.links.presence._open, "no name is kept that has no link")
 
 
 @pytest.mark.seam

@@ -1,5 +1,7 @@
 """A job of two hosts, and a stranger on a third one: whatever it does at the job's ports, no round ends, and steps go on.
 
+Also while the store of the job dies again and again.
+
 `pytest -s` shows the steps per second before and while each attack lasts.
 """
 
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +23,7 @@ import pytest
 
 from elastic_ext.own_etcd import certificates
 from tests.etcd_server import EtcdServer
-from tests.jobs import ROOT, SCRIPTS, TORCHRUN, Job, command_of
+from tests.jobs import ROOT, SCRIPTS, TORCHRUN, Job, command_of, wait_gone
 from tests.networks import SERVER, Host, network
 from tests.own_etcd.hosts import lose, pids_in
 from tests.rendezvous.test_etcd_jobs import Nodes
@@ -35,6 +37,7 @@ FILES = 1024  # that each agent and the store beside it may open: less than the 
 STEPS = 150  # of each measurement: three seconds at least
 SLOW_S = 3.0
 LONG_S = 240.0
+MINUTE_S, EVERY_S = 60.0, 4.0  # for how long a store is killed, and how often
 
 TRAINS = """
 import os, time
@@ -50,7 +53,7 @@ with open(f"steps-{dist.get_rank()}", "ab", buffering=0) as steps:
 dist.barrier()
 dist.destroy_process_group()
 """
-# The arguments: the address of the store, and paths of certificates, or none.
+# Waits for the records of both nodes. The arguments: the address of the store, and paths of certificates, or none.
 RECORDS = """
 import json, sys
 from elastic_ext.etcd import EtcdClient, Tls
@@ -58,9 +61,11 @@ from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, decode
 endpoint, *files = sys.argv[1:]
 keys = JobKeys("job")
-with EtcdClient(endpoint, tls=Tls(*files) if files else None, timeout_s=60) as client:
-    header = decode(Header, client.get(keys.header).kv.value, "the header")
-    kvs = client.get_prefix(keys.nodes).kvs
+tls = Tls(*files) if files else None
+with EtcdClient(endpoint, tls=tls, timeout_s=60) as client, client.watch_with_snapshot(keys.prefix) as watch:
+    while (kv := client.get(keys.header).kv) is None or len(kvs := client.get_prefix(keys.nodes).kvs) < 2:
+        assert watch.get(60) is not None
+header = decode(Header, kv.value, "the header")
 nodes = {kv.key.decode().rpartition("/")[2]: decode(Node, kv.value, "a node") for kv in kvs}
 links = [[node.address, node.link_port, node_id] for node_id, node in nodes.items()]
 print(json.dumps({"state": [header.round, header.state.name], "links": links}))
@@ -103,6 +108,11 @@ class Pace:
     @staticmethod
     def of(times: Sequence[float]) -> Pace:
         return Pace((len(times) - 1) / (times[-1] - times[0]), max(b - a for a, b in pairwise(times)))
+
+
+def passed(at: float) -> None:
+    """Wait for this time, monotonic: until then something goes on."""
+    until(lambda: time.monotonic() > at)
 
 
 class Attacked:
@@ -150,7 +160,7 @@ class Attacked:
         self.await_steps(1)
         found = self.records()
         self.state, self._links = found["state"], found["links"]
-        assert len(self._links) == len(self.hosts)
+        assert all(port for _, port, _ in self._links)
 
     def finish(self) -> None:
         (self.folder / "end").touch()
@@ -223,7 +233,7 @@ class Attacked:
             if attack.slow:
                 store = self.store_process()
                 os.kill(store, signal.SIGSTOP)
-                until(lambda: time.monotonic() > began + SLOW_S)
+                passed(began + SLOW_S)
                 os.kill(store, signal.SIGCONT)
             during = Pace.of(self.await_steps(STEPS, began, worker))
             assert self.records()["state"] == self.state, self.said  # one that has just come gets in, too
@@ -255,3 +265,51 @@ def test_no_stranger_stops_a_job(tmp_path, backend, secret, attacks):
             attacked.endure(attack)
         attacked.lose_worker(attacks[-2 if backend == "ext_etcd" else -4])
         attacked.finish()
+
+
+# The store that dies
+
+
+@contextmanager
+def full(disk: Path) -> Iterator[None]:
+    fill = disk / "fill"
+    with suppress(OSError), fill.open("wb", buffering=0) as file:
+        while True:
+            file.write(b"x")
+    yield
+    fill.unlink()
+
+
+def test_a_store_killed_all_minute_comes_back(tmp_path):
+    """A worker fails in between, without a store; then the disk of the ledger is full, and a stranger holds what descriptors
+    there are. The job comes back each time."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    with ExitStack() as stack:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32k", "none", str(disk)], check=True)
+        stack.callback(subprocess.run, ["umount", "--lazy", str(disk)], check=True)
+        attacked = Attacked(tmp_path, stack, "ext_c10d", SECRET)
+        attacked.start(f",ledger_file={disk / 'ledger'}")
+        first, began, deaths = attacked.worker(), time.monotonic(), 0
+        troubles = stack.enter_context(ExitStack())
+        while deaths < 8 or time.monotonic() < began + MINUTE_S:
+            store, killed = attacked.store_process(), time.monotonic()
+            os.kill(store, signal.SIGKILL)
+            assert wait_gone([store]) == []
+            deaths += 1
+            if deaths == 2:
+                os.kill(first, signal.SIGKILL)
+            if deaths == 3:
+                until((disk / "ledger").exists)  # of the failure
+                troubles.enter_context(full(disk))
+            if deaths == 7:
+                troubles.close()
+            attacked.records()
+            attacked.await_steps(10, time.monotonic())
+            print(f"death {deaths}: back after {time.monotonic() - killed:.1f} s")
+            if deaths == 4:  # while there is a store to hold connections to; it makes them again with the next ones
+                troubles.enter_context(attacked.under(AT_STORE[0]))
+            passed(killed + EVERY_S)
+        assert len({pid for pid, _ in attacked.steps()}) == 2, f"more than one round has ended\n{attacked.said}"
+        attacked.finish()
+        assert not (disk / "ledger").exists(), "of a job that is done"

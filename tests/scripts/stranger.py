@@ -26,6 +26,7 @@ import socket
 import ssl
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 
 USER = 65533
@@ -87,10 +88,14 @@ class Stranger:
             return socket.create_connection(target[:2], LONG_S)
         return None
 
-    def _goes_on(self) -> list[socket.socket] | None:
-        """After its pause: those of the held connections that say something, or have ended. None: it is to end."""
+    def _goes_on(self, busy: bool = True) -> list[socket.socket] | None:
+        """After its pause: those of the held connections that say something, or have ended. None: it is to end.
+
+        busy: there is more to do; else wait for them.
+        """
         self._due = max(self._due + 1 / PER_S, time.monotonic() - 1)
-        ready = [key.fileobj for key, _ in self._poll.select(max(0.0, self._due - time.monotonic()))]
+        pause_s = max(0.0, self._due - time.monotonic()) if busy else None
+        ready = [key.fileobj for key, _ in self._poll.select(pause_s)]
         return None if sys.stdin in ready else [each for each in ready if isinstance(each, socket.socket)]
 
     def say(self, lines: Iterator[tuple[Target, bytes]]) -> int:
@@ -119,24 +124,30 @@ class Stranger:
         return self._made
 
     def hold(self, text: bytes) -> int:
-        for target in self._targets * self._count:
-            self._keep(target, text)
+        """A connection that is ended or refused is made again."""
+        missing = deque(self._targets * self._count)
+        for _ in range(len(missing)):
+            self._make(missing, text)
         print("attacks", flush=True)
-        while (ready := self._goes_on()) is not None:
+        while (ready := self._goes_on(bool(missing))) is not None:
             for each in ready:
-                target = self._poll.get_key(each).data
                 try:
                     ended = not each.recv(10_000)
                 except OSError:
                     ended = True
                 if ended:
+                    missing.append(self._poll.get_key(each).data)
                     self._poll.unregister(each)
                     each.close()
-                    self._keep(target, text)
+            if missing:
+                self._make(missing, text)
         return self._made
 
-    def _keep(self, target: Target, text: bytes) -> None:
+    def _make(self, missing: deque[Target], text: bytes) -> None:
+        """One of those that are missing."""
+        target = missing.popleft()
         if (connection := self._connect(target)) is None:
+            missing.append(target)
             return
         with contextlib.suppress(OSError):
             connection.sendall(text)

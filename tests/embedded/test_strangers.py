@@ -12,7 +12,9 @@ import grpc
 import pytest
 
 from elastic_ext.embedded.strangers import MOST, RESERVE, SILENT_S, Bounds, Eviction, SilentConnection, decide
+from elastic_ext.etcd import Tls
 from elastic_ext.etcd.messages import etcdrpc
+from elastic_ext.own_etcd import certificates
 from tests.embedded_server import EmbeddedServer
 from tests.etcd_client import EtcdClient
 from tests.until import LIMIT_S
@@ -64,22 +66,30 @@ def test_the_newest_silent_connections_stay(connections, ended):
     ]
 
 
-# Arguments: the port, and how many connections to hold. One that is ended is made again.
+# Arguments: the port, how many connections to hold, and "tls" if each begins TLS, and does not go on. One that is ended is made again.
 HOLD = """
-import selectors, socket, sys
+import contextlib, selectors, socket, ssl, sys
 from elastic_ext.base import open_files
-port, count = map(int, sys.argv[1:])
+port, count = map(int, sys.argv[1:3])
+hello = ssl.MemoryBIO()
+if sys.argv[3] == "tls":
+    with contextlib.suppress(ssl.SSLWantReadError):
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost").do_handshake()
+hello = hello.read()
 open_files.raised()
 poll = selectors.DefaultSelector()
 def connect():
-    poll.register(socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0)), selectors.EVENT_READ)
+    connection = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+    with contextlib.suppress(OSError):
+        connection.sendall(hello)
+    poll.register(connection, selectors.EVENT_READ)
 for _ in range(count):
     connect()
 print("held", flush=True)
 while True:
     for key, _ in poll.select():
         try:
-            ended = not key.fileobj.recv(1000)
+            ended = not key.fileobj.recv(10000)
         except OSError:
             ended = True
         if ended:
@@ -90,9 +100,10 @@ while True:
 
 
 @contextmanager
-def strangers(port: int, count: int) -> Iterator[None]:
-    """They hold this many connections to the port, and say nothing."""
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(port), str(count)], stdout=subprocess.PIPE) as process:
+def strangers(port: int, count: int, begins: str = "") -> Iterator[None]:
+    """They hold this many connections to the port, and say nothing. begins: "tls": but for the beginning of TLS."""
+    command = [sys.executable, "-c", HOLD, str(port), str(count), begins]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"held\n"
@@ -108,6 +119,22 @@ def test_members_get_in_beside_many_strangers(files, count):
     with EmbeddedServer(files=files) as store, strangers(store.client_port, count):
         for _ in range(5):
             with EtcdClient(store.endpoint, timeout_s=LIMIT_S / 2) as member:
+                assert member.revision("any")
+
+
+@pytest.mark.seam("too-many-tls")
+@pytest.mark.full
+@pytest.mark.parametrize("begins", ["", "tls"], ids=["nothing", "tls"])
+@pytest.mark.parametrize(("files", "count"), [(1024, 1500), (4096, 3000)], ids=["too-many", "fewer"])
+def test_members_with_the_secret_get_in(tmp_path, files, count, begins):
+    """Strangers need no certificate for what comes before the end of the handshake of TLS."""
+    for name in ("store", "member"):
+        (tmp_path / name).mkdir()
+    of_store = certificates.write(b"s" * 32, "job", ["localhost", "127.0.0.1"], tmp_path / "store")
+    own = certificates.write(b"s" * 32, "job", ["member"], tmp_path / "member")
+    with EmbeddedServer(files=files, tls=of_store) as store, strangers(store.client_port, count, begins):
+        for _ in range(5):
+            with EtcdClient(store.endpoint, tls=Tls(own.ca, own.cert, own.key), timeout_s=LIMIT_S / 2) as member:
                 assert member.revision("any")
 
 

@@ -9,7 +9,7 @@ from scale import causes, decisions, inputs, job, rounds, scheduled, sides, stud
 from scale.causes import Truth
 from scale.job import Job, Setup
 from scale.scheduled import Measured, Planned, Scheduled
-from scale.sides import IDEAL, OURS, OURS_DISK, SIDES, STOCK_JOB, Scale
+from scale.sides import IDEAL, OURS, OURS_DISK, SIDES, STOCK, STOCK_JOB, Scale
 from scale.study import Effort
 
 from elastic_ext.failures import judgement
@@ -83,7 +83,7 @@ def test_copies_in_memory_become_rarer_while_nothing_fails():
 def test_copies_in_memory_never_lose_to_stock(gpus):
     """At these sizes failures are rare, so that copies cost more than they save if they are made too often."""
     found = {each["side"]: each for each in study.sizes(Effort(jobs=6, failures=30, processes=1), [gpus])}
-    ours, stock = found[OURS.name], found[STOCK_JOB.name]
+    ours, stock = found[OURS.name], found[STOCK.name]
     assert ours["ettr"] >= stock["ettr"] - stock["plus_minus"] - ours["plus_minus"]
 
 

@@ -39,6 +39,7 @@ PURE = (
     *(f"failures/{name}.py" for name in ("classify", "history", "ledger", "policy", "rules")),
     *(f"failures/{name}.py" for name in ("abort_lines", "fingerprints", "servers", "traceback_forms", "tracebacks")),
     *("failures/joint_evidence.py", "rendezvous/configuration.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
+    *("rendezvous/board.py", "rendezvous/topics.py"),
     *("own_etcd/endpoint.py", "own_etcd/decisions.py"),
     *(f"timeline/{name}.py" for name in ("builder", "events", "model")),
     *("telemetry/goodput.py", "status/job_status.py", "events/event_table.py"),

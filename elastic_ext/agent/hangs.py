@@ -18,6 +18,7 @@ from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Reach, Silent, un
 from elastic_ext.hangs import detector, process_stats, stacks
 from elastic_ext.hangs.unanswered import Reachability
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
+from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.address import own_addresses
 from elastic_ext.rendezvous.contract import Rendezvous
 
@@ -135,7 +136,8 @@ class HangHandling(Companion):
                 logger.info("asking for a checkpoint because the workers may hang: %s", assessment.reason)
                 self._handler.part.request_save()
         if assessment.stalled or stalled_before:
-            self._handler.part.report_stall(assessment.stalled)
+            claim = topics.Stalled(len(workers.ranks)) if assessment.stalled else None
+            self._handler.part.post(topics.STALLED, claim)
         if (assessment.stalled, assessment.waiting) != (stalled_before, self._waiting):
             # While a rank of another node does its own part, the others wait for it. That is not news for users.
             level = logging.INFO if assessment.waiting or (self._waiting and not assessment.stalled) else logging.WARNING
@@ -146,7 +148,7 @@ class HangHandling(Companion):
         """Report to the other nodes if all workers are quiet, and changes of who does not answer, not of for how long.
 
         While a host does not answer, report it again at each check: a claim that came too soon after other workers had finished
-        (`rounds.CLAIMS_S`) counts later. A record that stays the same is not written.
+        (`topics.CLAIMS_S`) counts later. A record that stays the same is not written.
         """
         before = self._quiet.reach
         self._quiet.check(workers.running_pids())

@@ -28,6 +28,7 @@ from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures import host, slurm
+from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.round_records import Drain
 from elastic_ext.workers.progress import Progress, ProgressTable, WakePipe
@@ -129,7 +130,8 @@ class SavesOnDemand(Companion):
         result = self._result(wanted)
         if result is SaveResult.SAVED and self._reported != wanted:
             self._reported = wanted
-            self._job.part.save_completed(wanted, max(progress.saved_step or 0 for progress in self._progress.read_all()))
+            step = max(progress.saved_step or 0 for progress in self._progress.read_all())
+            self._job.part.post(topics.SAVED, topics.SaveDone(wanted, step))
         return result
 
     def save_before_leaving(
@@ -433,7 +435,8 @@ class DrainWatch(Companion):
             this.asked = True
             self._job.part.request_save()
         elif decided.step is Step.GO:
-            self._job.part.report_ready_to_leave(this.drain.number, this.step(workers))
+            step = this.step(workers)
+            self._job.part.post(topics.READY, topics.ReadyToLeave(this.drain.number, topics.NO_STEP if step is None else step))
             this.close()
 
     def _facts(self, this: _UnderWay, workers: LocalWorkers) -> DrainFacts:

@@ -36,6 +36,7 @@ from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_has
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.hangs.watch import HangWatch, QuietWatch
+from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.workers import leftovers, limits, reaper, worker_env
@@ -281,7 +282,7 @@ class ReplicaWatch(Companion):
         hashed = _together(found)
         if hashed != self._reported:
             self._reported, self._report_at = hashed, now + REPORT_S
-            self._handler.part.report_hashed(hashed)
+            self._handler.part.post(topics.HASHED, topics.Replicas(hashed))
         uncompared = [worker.uncompared for worker in found.values() if worker.uncompared]
         self._show(len(uncompared), next(iter(uncompared), ""))
         self._log(found)

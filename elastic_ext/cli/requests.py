@@ -17,7 +17,7 @@ from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE, Us
 from elastic_ext.cli import Commands, job_source, print_error, print_line
 from elastic_ext.etcd import EtcdClient, Event, Snapshot, errors, values
 from elastic_ext.failures.ledger import encode_ledger, given_back
-from elastic_ext.rendezvous import drains, header_record, job_records, job_status, tasks
+from elastic_ext.rendezvous import drains, header_record, job_records, job_status, tasks, topics
 from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
 
@@ -309,8 +309,9 @@ def save_outcome(requested: Header, header: Header | None, nodes: Iterable[Node]
     """
     for node in nodes:
         # A node's record is about its current round; a node that waits for a later round has left this one.
-        if node.after < requested.round and node.saved >= requested.save:
-            return SaveOutcome(node.saved_step, f"saved step {node.saved_step}")
+        saved = topics.SAVED.of(node.board, requested.round)
+        if node.after < requested.round and saved is not None and saved.number >= requested.save:
+            return SaveOutcome(saved.step, f"saved step {saved.step}")
     if header is None:
         return SaveOutcome(None, "the job is gone")
     if header.round != requested.round:

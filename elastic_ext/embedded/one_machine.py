@@ -9,7 +9,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic import rendezvous
@@ -23,7 +23,7 @@ from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
 from elastic_ext.etcd import CallObserver, messages, values
 from elastic_ext.failures import joint_evidence, judgement
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
-from elastic_ext.rendezvous import address, contract, drains, job_status, judging, keys, rounds
+from elastic_ext.rendezvous import address, board, contract, drains, job_status, judging, keys, round_records, topics
 from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.round_store import serve
@@ -31,6 +31,9 @@ from elastic_ext.rendezvous.round_store import serve
 logger = logging.getLogger(__name__)
 
 FORGET_S = 1.0
+ME = "this node"  # on the board
+
+V = TypeVar("V")
 
 
 class JobFile:
@@ -141,6 +144,7 @@ class OneRound:
         self.save_wanted = 0
         # Not kept alive by its part: torch's next job gets the stock agent once this one's rendezvous is gone (`install_agent`).
         self._job = cast("OneMachine", weakref.proxy(job))
+        self._posts, self._rules = round_records.Posts(), board.Rules(topics.TOPICS)
         self._over: contract.RoundEnd | None = None
         self._warned = False
 
@@ -161,34 +165,23 @@ class OneRound:
     def break_off(self, reason: str, failed: bool = False) -> None:
         """Do nothing: there is no other node."""
 
-    def report_stall(self, stalled: bool) -> None:
-        if stalled:
-            self._end(contract.RoundEnd(contract.EndKind.STALLED, rounds.STALLED))
-
-    def _end(self, over: contract.RoundEnd) -> None:
-        self._over = self._over or over
-        self._job.on_event()
+    def post(self, topic: board.Topic[V], value: V | None) -> None:
+        """There is one node, which leads, too: the same rules hold."""
+        self._posts = board.posted(self._posts, self.round, topic, value)
+        for ruling in self._rules.rulings({ME: self._posts}, self.round, board.RoundMembers((ME,)), time.monotonic()):
+            if ruling.end is not None and self._over is None:
+                self._over = contract.RoundEnd(ruling.end, ruling.reason)
+                self._job.on_event()
+            elif ruling.warns and not self._warned:
+                self._warned = True
+                logger.warning("elastic_ext: %s", ruling.reason)
 
     def report_quiet(self, reach: joint_evidence.Reach | None) -> None:
         """Do nothing: there is no other node to reach."""
 
-    def report_hashed(self, hashed: tuple[joint_evidence.Hashed, ...]) -> None:
-        found = joint_evidence.difference(hashed)
-        if found is not None and found.agreed is not None:
-            self._end(contract.RoundEnd(contract.EndKind.DIFFERS, found.text))
-        elif found is not None and not self._warned:
-            self._warned = True
-            logger.warning("elastic_ext: %s", found.text)
-
     def request_save(self) -> None:
         self.save_wanted += 1
         self._job.on_event()
-
-    def save_completed(self, number: int, step: int) -> None:
-        """Do nothing: only this agent requests saves."""
-
-    def report_ready_to_leave(self, number: int, step: int | None) -> None:
-        """Do nothing: no node is drained."""
 
     def conclude(self, report: Report) -> JobVerdict:
         return self._job.judge(report)

@@ -228,20 +228,6 @@ def difference(hashed: Iterable[Hashed], over: bool = False) -> Difference | Non
     return min(found, key=lambda one: (one.agreed is None, one.counted, one.step), default=None)
 
 
-class Comparison:
-    """What differs while the round runs. It compares again only once a node has reported something else."""
-
-    def __init__(self) -> None:
-        self._reported: tuple[tuple[Hashed, ...], ...] = ()
-        self._found: Difference | None = None
-
-    def of(self, reported: tuple[tuple[Hashed, ...], ...]) -> Difference | None:
-        """Return the first difference. reported: what each node has hashed in this round."""
-        if reported != self._reported:
-            self._reported, self._found = reported, difference(each for hashed in reported for each in hashed)
-        return self._found
-
-
 def _in_set(replicas: int, steps: Mapping[int, Sequence[Hashed]], over: bool) -> Difference | None:
     agreed, counted = None, 0
     for step in sorted(steps):

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
@@ -19,8 +19,9 @@ from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver
-from elastic_ext.failures.joint_evidence import Hashed, Reach
+from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
+from elastic_ext.rendezvous.board import Topic
 from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.drains import Admission
 from elastic_ext.rendezvous.job_status import JobStatus
@@ -29,6 +30,8 @@ from elastic_ext.rendezvous.round_records import Drain, EndKind
 __all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd", "RoundPart"]
 
 logger = logging.getLogger(__name__)
+
+V = TypeVar("V")
 
 ETCD, C10D = "ext_etcd", "ext_c10d"  # our backends
 JOIN_TIMEOUT_S = 600.0  # torch's default for its own rendezvous
@@ -70,19 +73,16 @@ class RoundPart(Protocol):
     def break_off(self, reason: str, failed: bool = False) -> None:
         """Have all nodes end this round; return at once. failed: as workers of this node have failed."""
 
-    def report_stall(self, stalled: bool) -> None:
-        """Claim that all workers of this node stall, or withdraw the claim. If all nodes claim it, the round ends as STALLED."""
+    def post(self, topic: Topic[V], value: V | None) -> None:
+        """Post a value for all nodes of this round, in place of this node's last one on the topic; None: withdraw that.
+
+        What follows is the topic's rule (`topics`). Returns at once.
+        """
 
     def report_quiet(self, reach: Reach | None) -> None:
         """Report that all workers of this node are quiet, and who does not answer them; None: no longer.
 
         If all nodes are quiet and two of them cannot reach each other, the round ends as STALLED.
-        """
-
-    def report_hashed(self, hashed: tuple[Hashed, ...]) -> None:
-        """Report what the workers of this node have hashed of their replicas.
-
-        If replicas that were equal in this round are not any more, it ends as DIFFERS.
         """
 
     @property
@@ -91,12 +91,6 @@ class RoundPart(Protocol):
 
     def request_save(self) -> None:
         """Ask all nodes of this round for a save on demand; return at once."""
-
-    def save_completed(self, number: int, step: int) -> None:
-        """Note that the save on demand with this number is complete."""
-
-    def report_ready_to_leave(self, number: int, step: int | None) -> None:
-        """Report that a checkpoint was published since the drain with this number was asked for. step: None if unknown."""
 
     def conclude(self, report: Report) -> JobVerdict:
         """Return the one verdict of the whole job. The workers of this node have failed and been stopped."""

@@ -2,7 +2,7 @@
 
 A drain is a record in the job's header (`round_records.Drain`), so that its check and its write are one compare-and-swap, and it
 outlives a leader, a round, and records that etcd has lost. `admit` makes it, for `elastic-ext drain`. The node reports a
-checkpoint that was published since (`Node.drained`). The leader then releases it (`may_go`): the host is refused, the round
+checkpoint that was published since (`topics.READY`). The leader then releases it (`may_go`): the host is refused, the round
 ends, and no later round has the node, which leaves when it sees this.
 
 Invariant: a node is released only while at least min_nodes others are there; else it stays, and so does the drain (`held`).
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from elastic_ext.base.printable import counted
+from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.round_records import Drain, Header, Node
 
 NO_REASON = "by an operator"
@@ -155,15 +156,18 @@ def may_go(header: Header, nodes: Mapping[str, Node], running: Collection[str], 
             continue
         if id_ not in nodes:
             chosen.append(id_)  # it has already left: the host is refused all the same
-        elif len(staying) > min_nodes and (drain.now or id_ not in running or (_is_ready(drain, nodes) and not drain.held)):
+        elif len(staying) > min_nodes and (
+            drain.now or id_ not in running or (_ready(drain, header, nodes) is not None and not drain.held)
+        ):
             staying.discard(id_)
             chosen.append(id_)
     return tuple(chosen)
 
 
-def _is_ready(drain: Drain, nodes: Mapping[str, Node]) -> bool:
-    """Return whether the node has published a checkpoint since it was asked."""
-    return drain.node in nodes and nodes[drain.node].drained == drain.number
+def _ready(drain: Drain, header: Header, nodes: Mapping[str, Node]) -> topics.ReadyToLeave | None:
+    """Return what the node has published since it was asked; None: nothing."""
+    found = topics.READY.of(nodes[drain.node].board, header.round) if drain.node in nodes else None
+    return found if found is not None and found.number == drain.number else None
 
 
 def held(header: Header, nodes: Mapping[str, Node], running: Collection[str], min_nodes: int) -> Header:
@@ -174,7 +178,7 @@ def held(header: Header, nodes: Mapping[str, Node], running: Collection[str], mi
     """
     spare = len(set(nodes) - released(header)) - min_nodes
     concerned = [each for each in header.drains if not each.released and each.node in running]
-    hold = {each.node for each in concerned if not each.held and spare <= 0 and _is_ready(each, nodes)}
+    hold = {each.node for each in concerned if not each.held and spare <= 0 and _ready(each, header, nodes) is not None}
     promised = sum(not each.held for each in concerned)  # to nodes that are saving
     again = [each.node for each in concerned if each.held][: max(0, spare - promised)]
     if not hold and not again:
@@ -193,9 +197,8 @@ def release(header: Header, ids: Collection[str], nodes: Mapping[str, Node]) -> 
     """Return the header in which these nodes are released."""
 
     def let_go(drain: Drain) -> Drain:
-        node = nodes.get(drain.node)
-        step = node.drained_at if node is not None and node.drained == drain.number else -1
-        return replace(drain, released=True, step=step)
+        ready = _ready(drain, header, nodes)
+        return replace(drain, released=True, step=ready.step if ready is not None else topics.NO_STEP)
 
     drains = tuple(let_go(each) if each.node in ids else each for each in header.drains)
     return replace(header, drains=drains, drains_made=header.drains_made + 1)

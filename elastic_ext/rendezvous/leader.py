@@ -18,9 +18,8 @@ from elastic_ext.base.diagnosis import Response
 from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, Get, LeaseLost, Put, Snapshot, Watch, unchanged
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
-from elastic_ext.failures.joint_evidence import Comparison
 from elastic_ext.failures.ledger import decode_verdict, encode_ledger
-from elastic_ext.rendezvous import configuration, drains, rounds
+from elastic_ext.rendezvous import board, configuration, drains, rounds, topics
 from elastic_ext.rendezvous.configuration import Configuration
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports, ledger_of
@@ -113,7 +112,7 @@ class Leader:
                 self._upkeep.restore()
             self._members.refresh(now)
             self._records.clear_overwritten(self._members.ranks)
-            view = self._view()
+            view = self._view(now)
             action = rounds.next_action(view, self._limits(view.header), now)
             if view.header.state is State.FORMING:
                 action = rounds.before_first(view.header, action, self._records.configurations.differ)
@@ -128,7 +127,7 @@ class Leader:
                 # Nothing was written or has changed: for example, this node's own key is gone, and it no longer leads.
                 return now + AGAIN_S
 
-    def _view(self) -> rounds.View:
+    def _view(self, now: float) -> rounds.View:
         header, records = self._header.value, self._records
         members = self._members.known(records.nodes)
         strangers: Collection[str] = ()
@@ -146,10 +145,12 @@ class Leader:
             returning_until=self._outage.returning_until,
         )
         if header.state is State.RUNNING:
-            differ = self._records.comparison.of(rounds.hashed(view))
-            if differ is not None and differ.agreed is None:
-                _warn_of_script(header.round, differ.text)
-            view = dataclasses.replace(view, differ=differ)
+            among = rounds.members(view)
+            boards = {id_: view.nodes[id_].board for id_ in among.ids}
+            view = dataclasses.replace(view, rulings=self._records.rules.rulings(boards, header.round, among, now))
+            for each in view.rulings:
+                if each.warns:
+                    _warn_of_ruling(header.round, each.reason)
         if header.state is State.BROKEN:
             few = self._seen.at(header.round, f"{len(rounds.waiting(view))} of {len(view.nodes)} wait")
             leaves, moves = _of_verdict(header.verdict) if header.verdict else ("", "")
@@ -314,7 +315,7 @@ def _warn_of_settings(differ: str) -> None:
 
 
 @functools.cache
-def _warn_of_script(round_: int, text: str) -> None:
+def _warn_of_ruling(round_: int, text: str) -> None:
     """Log it once in a round."""
     logger.warning("elastic_ext: %s", text)
 
@@ -403,7 +404,7 @@ class NodeRecords:
         self.joined: dict[str, int] = {}  # create revision of each node's key, by id
         self.written: dict[str, int] = {}  # revision of each node's record, by id
         self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
-        self.comparison = Comparison()  # of what their workers have hashed of their replicas
+        self.rules = board.Rules(topics.TOPICS)
         self.configurations = NodeConfigurations(context)
         self._context, self._created = context, created
         self._on_member_of_lost_round = on_member_of_lost_round

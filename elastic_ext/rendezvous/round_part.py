@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import Worker
@@ -17,8 +18,10 @@ from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.base.printable import cut
 from elastic_ext.etcd import EtcdError
-from elastic_ext.failures.joint_evidence import Hashed, Reach
+from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
+from elastic_ext.rendezvous import board
+from elastic_ext.rendezvous.board import Topic
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
 from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.place import Place
@@ -26,6 +29,8 @@ from elastic_ext.rendezvous.round_records import Assignment, Header, State
 from elastic_ext.rendezvous.tasks import RETRY_S
 
 logger = logging.getLogger(__name__)
+
+V = TypeVar("V")
 
 DELETED_S = 2.0  # a round that ends this soon after somebody has deleted the node's record has probably ended because of that
 WARN_AFTER_S = 10.0  # for a verdict; longer than workers on other nodes take to end. Then a warning says what the agent waits for
@@ -78,7 +83,8 @@ class EtcdRound:
         self.server: TCPStore | None = None  # the round's store, on the node of rank 0
         self._place, self._participant = place, place.participant
         self._workers = workers
-        self._stalled = self._quiet = False  # what this node claims of its workers
+        self._claims = frozenset[str]()  # the topics on which it has posted what the others must hear
+        self._quiet = False
         self._unheard = waits.Lasting(place.take_s)  # of such claims
 
     def workers(self) -> list[Worker]:
@@ -101,7 +107,7 @@ class EtcdRound:
 
     def over(self) -> RoundEnd | None:
         now = time.monotonic()
-        if self._unheard.is_over((self._stalled or self._quiet) and self._place.unheard(now), now):
+        if self._unheard.is_over((bool(self._claims) or self._quiet) and self._place.unheard(now), now):
             return RoundEnd(
                 EndKind.CUT_OFF, f"the workers of this node hang, and the others do not hear: {self._place.why_unheard}"
             )
@@ -124,9 +130,9 @@ class EtcdRound:
     def break_off(self, reason: str, failed: bool = False) -> None:
         self._participant.end_round(self.round, State.BROKEN, reason, EndKind.FAILED if failed else None)
 
-    def report_stall(self, stalled: bool) -> None:
-        self._stalled = stalled
-        self._participant.update(lambda node: dataclasses.replace(node, stalled=self.round if stalled else 0))
+    def post(self, topic: Topic[V], value: V | None) -> None:
+        self._claims = self._claims | {topic.name} if topic.must_be_heard and value is not None else self._claims - {topic.name}
+        self._participant.update(lambda node: dataclasses.replace(node, board=board.posted(node.board, self.round, topic, value)))
 
     def report_quiet(self, reach: Reach | None) -> None:
         self._quiet = reach is not None
@@ -135,9 +141,6 @@ class EtcdRound:
         quiet = self.round if reach is not None else 0
         self._participant.update(lambda node: dataclasses.replace(node, quiet=quiet, addresses=addresses, silent=silent))
 
-    def report_hashed(self, hashed: tuple[Hashed, ...]) -> None:
-        self._participant.update(lambda node: dataclasses.replace(node, hashed_in=self.round, hashed=hashed))
-
     def request_save(self) -> None:
         self._participant.change_header(self.round, with_save)
 
@@ -145,13 +148,6 @@ class EtcdRound:
     def save_wanted(self) -> int:
         header = self._participant.header
         return header.save if header.round == self.round else 0
-
-    def save_completed(self, number: int, step: int) -> None:
-        self._participant.update(lambda node: dataclasses.replace(node, saved=number, saved_step=step))
-
-    def report_ready_to_leave(self, number: int, step: int | None) -> None:
-        at = -1 if step is None else step
-        self._participant.update(lambda node: dataclasses.replace(node, drained=number, drained_at=at))
 
     # It ends.
 

@@ -17,14 +17,13 @@ from elastic_ext.base import records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import Count, Name, NameOrEmpty, Port, RecordError, Within, is_name
 from elastic_ext.etcd import KeyValue
-from elastic_ext.failures.joint_evidence import Hashed
 from elastic_ext.failures.ledger import Ledger, decode_ledger, decode_verdict
 from elastic_ext.rendezvous import configuration
 from elastic_ext.rendezvous.configuration import Configuration
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1  # of the records below
+SCHEMA = 2  # of the records below
 MAX_WORKERS = 2**16  # per node
 MAX_SAVES = 10**6  # on demand, per round
 MAX_ROUNDS = 10**9  # that a node may claim to have been in: the next number must still be valid
@@ -50,6 +49,22 @@ class EndKind(str, Enum):
 
 
 @dataclass(frozen=True)
+class Post:
+    """What a node has posted on one topic. value: a record of the topic's own, which only the topic's feature reads."""
+
+    topic: Name
+    value: str
+
+
+@dataclass(frozen=True)
+class Posts:
+    """What a node has posted for all in one round; see `board`."""
+
+    round: Count = 0
+    posts: tuple[Post, ...] = ()
+
+
+@dataclass(frozen=True)
 class Node:
     """A node's record of itself."""
 
@@ -63,9 +78,7 @@ class Node:
     reported: Count = 0  # the last round whose end it has reported; its workers of that round have been stopped
     report: str = ""  # what failed here in that round (a record of `failures.ledger`); "" if nothing did
     follows: bool = False  # see `failures.ledger.Report.waits_for_others`
-    saved: Count = 0  # number of the last complete save on demand of its round
-    saved_step: Annotated[int, Within(0, 2**63 - 1)] = 0  # its step
-    stalled: Count = 0  # the round in which all its workers stall now; 0 if they do not
+    board: Posts = Posts()
     local: bool = False  # it saves to its own disk first, and may resume from there
     # The round that its workers were in when it had to register again; 0 if it never had to.
     round: Annotated[int, Within(0, MAX_ROUNDS)] = 0
@@ -77,13 +90,8 @@ class Node:
     addresses: tuple[Name, ...] = ()  # its own that its workers use meanwhile
     # Other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
     silent: tuple[Name, ...] = ()
-    # Number of the drain (see Drain) since which its workers have published a checkpoint in this round; 0: none.
-    drained: Count = 0
-    drained_at: Annotated[int, Within(-1, 2**63 - 1)] = -1  # step of that checkpoint; -1: unknown
     hosts_store: bool = False  # the job's store is on its host, and would go with it
     machine: str = ""  # see `address.machine`
-    hashed_in: Count = 0  # the round of `hashed`, what its workers have hashed of their replicas; 0: nothing
-    hashed: tuple[Hashed, ...] = ()
     link_key: NameOrEmpty = ""  # who links to it proves to have read this (`handshake`); "": no node may link to it
 
 

@@ -25,17 +25,11 @@ from typing import TypeVar
 
 from elastic_ext.base.printable import counted
 from elastic_ext.failures import joint_evidence
-from elastic_ext.failures.joint_evidence import Difference, Hashed, Reach, Silent
-from elastic_ext.rendezvous import drains
+from elastic_ext.failures.joint_evidence import Reach, Silent
+from elastic_ext.rendezvous import board, drains, topics
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
-STALLED = "no worker of the job is making progress"  # for people: why a round ends as EndKind.STALLED
-# Workers that all waited for one that has finished go on. By this time their nodes have withdrawn their claims of a stall: a node
-# that claims checks its workers every hangs.detector.CALL_CHECK_S, for any hang_timeout. It sees a step, or a process that
-# computes, at the first check or the second; work that barely counts as such, once it fills the window over which the process
-# stats are compared (detector.window_s, 27 s at most). The rest is for a late agent (detector.LATE_S), and for reports.
-CLAIMS_S = 45.0
 ASSIGNMENTS_POLL_S = 1.0  # how often a leader looks for missing assignments
 
 
@@ -69,7 +63,7 @@ class View:
     returning_until: float | None = None
     # Since when as few nodes wait as now, with all workers stopped, on the same clock; None: unknown.
     few_since: float | None = None
-    differ: Difference | None = None  # what replicas of the round are not equal; see `hashed`
+    rulings: tuple[board.Ruling, ...] = ()  # what the rules of the board have found in the running round
     leaves: str = ""  # id of a node of the round that a verdict has leave; "": none
     moves: str = ""  # id of a node of the round whose ranks are to move to another one (`policy.Decision.moves_ranks`); "": none
 
@@ -196,10 +190,11 @@ def addressed(view: View) -> dict[str, Reach]:
     return {id_: Reach((node.address,)) for id_, node in nodes.items() if node.done < view.header.round}
 
 
-def hashed(view: View) -> tuple[tuple[Hashed, ...], ...]:
-    """Return what the workers of the round have hashed of their replicas, for each node that has reported anything."""
-    nodes = (view.nodes.get(id_) for id_ in view.members)
-    return tuple(node.hashed for node in nodes if node is not None and node.hashed and node.hashed_in == view.header.round)
+def members(view: View) -> board.RoundMembers:
+    """Return the nodes of the running round, for the rules of the board."""
+    there = [id_ for id_ in sorted(view.members, key=view.members.__getitem__) if id_ in view.nodes]
+    done = frozenset(id_ for id_ in there if view.nodes[id_].done >= view.header.round)
+    return board.RoundMembers(tuple(there), done, view.finished_at)
 
 
 T = TypeVar("T")
@@ -265,14 +260,14 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
         return awaits
     if incomplete(view):
         return End(State.BROKEN, f"the assignments of {counted(view.header.nodes - len(view.members), 'node')} are lost")
-    if view.differ is not None and view.differ.agreed is not None:
-        return End(State.BROKEN, view.differ.text, EndKind.DIFFERS)
+    if (ruling := board.ending(view.rulings)) is not None:
+        return Wait(ruling.reason, ruling.until) if ruling.end is None else End(State.BROKEN, ruling.reason, ruling.end)
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
     if (reason := _hangs(view)) is not None:
-        if view.finished_at is not None and now < view.finished_at + CLAIMS_S:
-            return Wait("claims of a stall may be from the time before other workers finished", view.finished_at + CLAIMS_S)
+        if view.finished_at is not None and now < view.finished_at + topics.CLAIMS_S:
+            return Wait(topics.MAY_BE_OLD, view.finished_at + topics.CLAIMS_S)
         return End(State.BROKEN, reason, EndKind.STALLED)
     if done:
         return Wait("running")
@@ -312,17 +307,15 @@ def _reasons(header: Header, ids: Sequence[str]) -> str:
 
 
 def _hangs(view: View) -> str | None:
-    """Return why the job hangs; None if it does not: all nodes stall, or all are quiet and two cannot reach each other."""
+    """Return why the job hangs; None if it does not: all nodes stall or are quiet, and two cannot reach each other."""
     number = view.header.round
-    nodes = {id_: view.nodes[id_] for id_ in view.members if view.nodes[id_].done < number}
-    if all(node.stalled == number for node in nodes.values()):
-        return STALLED
-    if any(number not in (node.stalled, node.quiet) for node in nodes.values()):
+    nodes = [view.nodes[id_] for id_ in view.members if view.nodes[id_].done < number]
+    if any(node.quiet != number and topics.STALLED.of(node.board, number) is None for node in nodes):
         return None
     cut = next(iter(joint_evidence.find_cuts(reaches(view))), None)
     if cut is None:
         return None
-    return f"{STALLED}: node {drains.host_of(cut.node)} gets no answer from node {drains.host_of(cut.other)}"
+    return f"{topics.NO_PROGRESS}: node {drains.host_of(cut.node)} gets no answer from node {drains.host_of(cut.other)}"
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:

@@ -183,7 +183,7 @@ def test_a_nodes_hashes_are_of_all_its_workers(tmp_path):
         write(paths[2], wrong)
         assert hashed_by(workers) == read
     reported: list[tuple[Hashed, ...]] = []
-    part = SimpleNamespace(report_hashed=reported.append)
+    part = SimpleNamespace(post=lambda topic, value: reported.append(value.hashed))
     watch = ReplicaWatch(cast("Any", SimpleNamespace(part=part)), lambda workers, why: None)
     watch.workers_started(workers)
     watch.check(workers)

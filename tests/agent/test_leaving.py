@@ -297,7 +297,7 @@ class Node:
         job = SimpleNamespace(
             drain=Drain("n1-1-aaaaaa", "n1", 1, reason="its fan"),
             on_event=self._look.set,
-            part=SimpleNamespace(save_wanted=0, report_ready_to_leave=lambda number, step: self.went.append(step)),
+            part=SimpleNamespace(save_wanted=0, post=lambda topic, ready: self.went.append(ready.step)),
         )
         self._watch = DrainWatch(cast("Any", job), None, Settings(checkpoint_dir="/c", local_dir="/local"))
 

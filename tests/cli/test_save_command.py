@@ -15,6 +15,7 @@ import pytest
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import SaveOutcome, save, save_outcome
 from elastic_ext.etcd import EtcdClient, Put
+from elastic_ext.rendezvous import board, topics
 from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, encode
@@ -48,7 +49,8 @@ def saved(folder: Path, ranks: int) -> list[list[str]]:
 
 
 def node(after: int, done: int, step: int = 0) -> Node:
-    return Node(after, 2, "default", "localhost", 1, saved=done, saved_step=step)
+    posts = board.posted(board.Posts(), 3, topics.SAVED, topics.SaveDone(done, step)) if done else board.Posts()
+    return Node(after, 2, "default", "localhost", 1, board=posts)
 
 
 ASKED = Header(3, State.RUNNING, 2, 4, save=2)

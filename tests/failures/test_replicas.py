@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import pytest
 
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
-from elastic_ext.failures.joint_evidence import Comparison, Difference, Hashed, difference
+from elastic_ext.failures.joint_evidence import Difference, Hashed, difference
 from elastic_ext.failures.judgement import Circumstances, judge
 from elastic_ext.failures.ledger import (
     JobVerdict,
@@ -84,25 +84,6 @@ def test_of_two_optimizers_the_older_difference_comes_first():
     often, rare = counted(hashes("aab", "aac", of="often", every=100), 50), hashes("aab", "aac", of="rare")
     assert told(difference([*often, *rare])) == (300, 200, (0, 1), 0)
     assert difference([*often, *rare]).counted == 4
-
-
-class Reported(tuple[Hashed, ...]):
-    """Counts how often it is read."""
-
-    read = 0
-
-    def __iter__(self) -> Iterator[Hashed]:
-        self.read += 1
-        return super().__iter__()
-
-
-def test_a_new_comparison_needs_a_new_report():
-    comparison, (one, other) = Comparison(), (Reported(hashes("ab", "..")), Reported(hashes("..", "ac")))
-    assert comparison.of(()) is None
-    assert [comparison.of((one,)) for _ in range(3)] == [None] * 3
-    assert [told(comparison.of((one, other))) for _ in range(3)] == [(20, 10, (0, 1), 0)] * 3
-    assert (one.read, other.read) == (2, 1)
-    assert comparison.of(()) is None
 
 
 def test_it_is_said_in_one_line():

@@ -13,7 +13,7 @@ from elastic_ext.embedded.keyspace import Change
 from elastic_ext.etcd import Delete, Event, Put
 from elastic_ext.failures.judgement import judge
 from elastic_ext.failures.ledger import MAX_VERDICTS, Ledger, encode_ledger, encode_report, encode_verdict
-from elastic_ext.rendezvous import drains, rounds
+from elastic_ext.rendezvous import drains, rounds, topics
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.judging import Judgement, RoundReports, ledger_of
 from elastic_ext.rendezvous.round_part import EtcdRound
@@ -121,7 +121,8 @@ class Agent(Node):
         elif self.stage is Stage.RUNNING and drain is not None and drain.number != self._saved and self.saves:
             self._saved = number = drain.number
             save_s = self.world.random.random() * SAVE_S
-            self.world.after(save_s, lambda: self.agent.run(lambda: self.part.report_ready_to_leave(number, STEP)))
+            ready = topics.ReadyToLeave(number, STEP)
+            self.world.after(save_s, lambda: self.agent.run(lambda: self.part.post(topics.READY, ready)))
         elif self.stage is Stage.JUDGING and (header.verdict or header.round != self.joins[-1][0].round):
             self._wait()
 

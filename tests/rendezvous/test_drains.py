@@ -8,7 +8,7 @@ from elastic_ext.agent.leaving import DrainFacts, DrainPlan, SaveResult, Step, p
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainAsked, Ending, drain_outcome
 from elastic_ext.etcd.values import KeyValue
-from elastic_ext.rendezvous import drains
+from elastic_ext.rendezvous import board, drains, topics
 from elastic_ext.rendezvous.drains import Answer, DrainRequest, admit
 from elastic_ext.rendezvous.job_status import JobRecordsNow
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
@@ -77,7 +77,8 @@ def test_what_is_written():
 
 
 def node(drained=0, step=-1):
-    return Node(2, 1, "w", "h", 1, drained=drained, drained_at=step)
+    ready = topics.ReadyToLeave(drained, step) if drained else None
+    return Node(2, 1, "w", "h", 1, board=board.posted(board.Posts(), HEADER.round, topics.READY, ready))
 
 
 def test_as_many_are_released_as_can_be_spared():

@@ -106,7 +106,7 @@ def test_what_is_out_of_range_is_one_line():
         ({"after": True}, "a whole number"),
         ({"address": "a/b"}, "a text that is not allowed"),
         ({"address": "x" * 201}, "a text that is not allowed"),
-        ({"saved_step": 1.5}, "a whole number"),
+        ({"done": 1.5}, "a whole number"),
     ],
 )
 def test_a_field_out_of_its_range_is_named(change, said):

@@ -15,7 +15,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.ledger import Report
-from elastic_ext.rendezvous import round_part
+from elastic_ext.rendezvous import round_part, topics
 from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.judging import AgentPolicy
@@ -23,7 +23,6 @@ from elastic_ext.rendezvous.patience import Patience
 from elastic_ext.rendezvous.place import Place
 from elastic_ext.rendezvous.round_part import EtcdRound, round_end
 from elastic_ext.rendezvous.round_records import Assignment, Header, State
-from elastic_ext.rendezvous.rounds import STALLED
 from tests.participants import place_of
 
 
@@ -33,7 +32,7 @@ from tests.participants import place_of
         (Header(3, State.RUNNING, seal="s"), None),
         (Header(3, State.DONE, seal="s"), None),
         (Header(3, State.BROKEN, seal="s"), EndKind.BROKEN),
-        (Header(3, State.BROKEN, seal="s", reason=STALLED), EndKind.BROKEN),  # no reason is compared
+        (Header(3, State.BROKEN, seal="s", reason=topics.NO_PROGRESS), EndKind.BROKEN),  # no reason is compared
         (Header(3, State.BROKEN, seal="s", end=EndKind.STALLED), EndKind.STALLED),
         (Header(3, State.CLOSED, seal="s"), EndKind.CLOSED),
         (Header(3, State.CLOSED, seal="other"), EndKind.CLOSED),
@@ -158,7 +157,7 @@ def test_no_node_restarts_again_and_again_alone(monkeypatch, evidence, alive_s, 
 def test_an_unheard_hang_ends_the_round(monkeypatch, claims, kind):
     """Nobody else can end it. Without a claim the workers train, whatever the store does."""
     part = part_of(monkeypatch, RUNS, unwritten=True)
-    part.report_stall(claims)
+    part.post(topics.STALLED, topics.Stalled(1) if claims else None)
     ended = part.over()
     assert (ended.kind if ended is not None else None) is kind
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from elastic_ext.base.records import RecordError
-from elastic_ext.failures.joint_evidence import Comparison, Hashed, Reach, Silent
-from elastic_ext.rendezvous import rounds
+from elastic_ext.failures.joint_evidence import Reach, Silent
+from elastic_ext.rendezvous import board, rounds, topics
 from elastic_ext.rendezvous.round_records import Assignment, Drain, EndKind, Header, Node, State, decode, encode
 from elastic_ext.rendezvous.rounds import Amend, Conclude, End, Limits, Release, Seal, View, Wait, lost, next_action
 
@@ -116,7 +116,8 @@ def test_next_action(seen, now, action):
 
 
 QUIET = {"a": {"addresses": ("10.0.0.1",)}, "b": {"addresses": ("10.0.0.2",)}, "c": {"addresses": ("10.0.0.3",)}}
-GETS_NONE = End(State.BROKEN, f"{rounds.STALLED}: node a gets no answer from node b", EndKind.STALLED)
+STALLS = board.posted(board.Posts(), 3, topics.STALLED, topics.Stalled(2))
+GETS_NONE = End(State.BROKEN, f"{topics.NO_PROGRESS}: node a gets no answer from node b", EndKind.STALLED)
 
 
 FEW = "1 of at least 2 nodes have joined"
@@ -148,13 +149,12 @@ def test_too_few_await_lost_ones_for_a_time(seen, now, action):
         ({"a": {"silent": ("10.0.0.2",)}}, GETS_NONE),
         ({"a": {"silent": ("10.0.0.2",)}, "b": {"silent": ("10.0.0.1",)}}, GETS_NONE),
         ({"a": {"silent": ("10.0.0.2",)}, "c": {"quiet": 0, "done": 3}}, GETS_NONE),
-        ({"a": {"silent": ("10.0.0.2",)}, "c": {"stalled": 3}}, GETS_NONE),
+        ({"a": {"silent": ("10.0.0.2",)}, "c": {"board": STALLS}}, GETS_NONE),
         ({"a": {"silent": ("10.0.0.2",)}, "c": {"quiet": 2}}, Wait("running")),  # c works
-        ({"a": {"silent": ("10.0.0.2",)}, "b": {"quiet": 2, "stalled": 3}}, Wait("running")),  # who 10.0.0.2 is, is of old
+        ({"a": {"silent": ("10.0.0.2",)}, "b": {"quiet": 2, "board": STALLS}}, Wait("running")),  # who 10.0.0.2 is, is of old
         ({"a": {"silent": ("10.0.0.9",)}}, Wait("running")),  # no host of the job
         ({"a": {"silent": ("10.0.0.1",)}}, Wait("running")),
         ({"a": {"silent": ("10.0.0.2",)}, "c": {"addresses": ("10.0.0.2",)}}, Wait("running")),  # whose it is, is not known
-        ({id_: {"stalled": 3, "quiet": 0} for id_ in "abc"}, End(State.BROKEN, rounds.STALLED, EndKind.STALLED)),
     ],
 )
 def test_a_round_of_two_mutually_unreachable_stalls(changes, action):
@@ -163,36 +163,27 @@ def test_a_round_of_two_mutually_unreachable_stalls(changes, action):
     assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
 
 
-EQUAL, DIFFERENT = Hashed("s", 2, 10, "a", (0,)), Hashed("s", 2, 20, "b", (0,))
+HELD_UP = board.Ruling("it may be old", until=9.0)
+DIFFERS = board.Ruling("they differ", EndKind.DIFFERS)
 
 
-def test_a_round_of_unequal_replicas_ends():
-    """Also if a node is done with it; not for hashes of another round, nor where they never were."""
-    nodes = {
-        "a": node(hashed_in=3, hashed=(EQUAL, DIFFERENT)),
-        "b": node(hashed_in=3, hashed=tuple(dataclasses.replace(EQUAL, step=step, ranks=(1,)) for step in (10, 20)), done=3),
-        "c": node(hashed_in=2, hashed=(EQUAL,)),
-    }
-    seen = view(RUNNING, nodes, "abc")
-    found = Comparison().of(rounds.hashed(seen))
-    assert next_action(seen, LIMITS, 0) == Wait("running")
-    ends = End(State.BROKEN, found.text, EndKind.DIFFERS)
-    assert next_action(dataclasses.replace(seen, differ=found), LIMITS, 0) == ends
-    never = dataclasses.replace(found, agreed=None)
-    assert next_action(dataclasses.replace(seen, differ=never), LIMITS, 0) == Wait("running")
-    assert {id_: decode(Node, encode(each), "nodes/x") for id_, each in nodes.items()} == nodes
+@pytest.mark.parametrize(
+    ("rulings", "action"),
+    [
+        ((DIFFERS,), End(State.BROKEN, "they differ", EndKind.DIFFERS)),
+        ((board.Ruling("a warning"),), Wait("running")),
+        ((board.Ruling("a warning"), HELD_UP, DIFFERS), Wait("it may be old", 9.0)),
+    ],
+)
+def test_the_boards_first_ruling_counts(rulings, action):
+    """Also if all nodes but one are done: what differs counts."""
+    nodes = {"a": node(), "b": node(done=3)}
+    assert next_action(view(RUNNING, nodes, "ab", rulings=rulings), LIMITS, 0) == action
 
 
-def test_a_perhaps_outdated_claim_may_be_withdrawn():
-    """They all waited for that node's last part."""
-    nodes = {"a": node(done=3), "b": node(stalled=3), "c": node(stalled=3)}
-    seen = view(RUNNING, nodes, "abc", finished_at=10.0)
-    action = next_action(seen, LIMITS, 10.0)
-    assert isinstance(action, Wait)
-    assert action.until == 10.0 + rounds.CLAIMS_S
-    assert next_action(seen, LIMITS, action.until) == End(State.BROKEN, rounds.STALLED, EndKind.STALLED)
-    finished = dataclasses.replace(seen, nodes={id_: node(done=3) for id_ in "abc"})
-    assert next_action(finished, LIMITS, 11.0).state is State.DONE
+def test_rules_hear_of_those_that_are_there():
+    seen = view(RUNNING, {"b": node(done=3), "a": node(done=2)}, "abc", finished_at=7.0)
+    assert rounds.members(seen) == board.RoundMembers(("a", "b"), frozenset("b"), 7.0)
 
 
 def test_quiet_nodes_reports_are_there_for_the_verdict():
@@ -236,6 +227,7 @@ ASKED = dataclasses.replace(RUNNING, drains=(Drain("a", "a", 1, "fan"),), drains
 FREED = dataclasses.replace(ASKED, drains=(Drain("a", "a", 1, "fan", released=True),), drains_made=2)
 IS_OVER = {"state": State.BROKEN}
 THREE = {**TWO, "c": node()}
+READY = board.posted(board.Posts(), 3, topics.READY, topics.ReadyToLeave(1))
 ABC = {"a": node(3), "b": node(3), "c": node(3)}
 KEPT = dataclasses.replace(ASKED, drains=(Drain("a", "a", 1, "fan", held=True),), drains_made=2)
 KEEP = Amend(KEPT, "node a cannot be spared now, and will have to save again before leaving")
@@ -250,11 +242,11 @@ LEAVE = Release(("a",), "node a may leave: fan")
     ("seen", "action"),
     [
         (view(ASKED, THREE, "abc"), Wait("running")),
-        (view(ASKED, {**THREE, "a": node(drained=1)}, "abc"), LEAVE),
-        (view(ASKED, {**THREE, "a": node(drained=1, done=3)}, "abc"), Wait("running")),  # the job is about to end
-        (view(ASKED, {"a": node(drained=1), "b": node()}, "ab"), KEEP),  # the others would be too few
-        (view(KEPT, {"a": node(drained=1), "b": node()}, "ab"), Wait("running")),
-        (view(KEPT, {**THREE, "a": node(drained=1)}, "ab"), ASK_AGAIN),
+        (view(ASKED, {**THREE, "a": node(board=READY)}, "abc"), LEAVE),
+        (view(ASKED, {**THREE, "a": node(board=READY, done=3)}, "abc"), Wait("running")),  # the job is about to end
+        (view(ASKED, {"a": node(board=READY), "b": node()}, "ab"), KEEP),  # the others would be too few
+        (view(KEPT, {"a": node(board=READY), "b": node()}, "ab"), Wait("running")),
+        (view(KEPT, {**THREE, "a": node(board=READY)}, "ab"), ASK_AGAIN),
         (view(ASKED, {"b": node(), "c": node(), "a": node()}, "bc"), LEAVE),  # a spare: at once, and it does not join first
         (view(ASKED, {"b": node(), "c": node()}, "bc"), LEAVE),  # it is gone: the host is refused all the same
         (view(FREED, THREE, "abc"), End(State.BROKEN, "node a drained: fan")),
@@ -347,7 +339,7 @@ def test_records(record):
 
 def test_a_header_without_an_end_field_is_valid():
     """As version 0.1 wrote them."""
-    assert decode(Header, b'{"schema":1,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
+    assert decode(Header, b'{"schema":2,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
 
 
 @pytest.mark.parametrize(

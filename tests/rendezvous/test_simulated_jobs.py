@@ -33,7 +33,7 @@ from elastic_ext.failures.ledger import (
     encode_verdict,
 )
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.rendezvous import drains, leader
+from elastic_ext.rendezvous import board, drains, leader, topics
 from elastic_ext.rendezvous.contract import JobDone
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
@@ -51,11 +51,19 @@ TTL_S = 10
 JOBS = int(os.environ.get("ELASTIC_EXT_TEST_JOBS", 200))
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", 0))
 PARTS = 4
-GARBLED = ["", "{}", '{"schema": 1}', '{"schema": 2}']
+GARBLED = ["", "{}", '{"schema": 1}', '{"schema": 2}', '{"schema": 3}']
 
 
 def no_answer() -> None:
     raise Unavailable("no endpoint answers")
+
+
+SAVED = topics.SaveDone(1, 5)
+ONLY_SAVED = board.posted(board.Posts(), 1, topics.SAVED, SAVED)
+
+
+def has_saved(node: Record) -> bool:
+    return topics.SAVED.of(node.board, node.board.round) == SAVED
 
 
 class Few:
@@ -156,12 +164,12 @@ def test_what_was_said_last_stays_said():
     few = Few("a")
     node = few.nodes["a"]
     node.client.before("/nodes/a", no_answer)
-    node.part.report_stall(True)
+    node.part.post(topics.STALLED, topics.Stalled(1))
     few.world.run(0.1)
-    node.part.report_stall(False)
+    node.part.post(topics.STALLED, None)
     few.world.run(1.0)
-    node.part.save_completed(1, 5)
-    assert few.until_says("a", lambda said: said.saved == 1).stalled == 0
+    node.part.post(topics.SAVED, SAVED)
+    assert few.until_says("a", has_saved).board == ONLY_SAVED
 
 
 def test_what_is_said_again_is_not_written():
@@ -173,8 +181,8 @@ def test_what_is_said_again_is_not_written():
     before = few.client.get(KEYS.node("a")).kv
     for _ in range(5):
         node.part.report_quiet(reach)
-    node.part.save_completed(1, 5)
-    few.until_says("a", lambda said: said.saved == 1)
+    node.part.post(topics.SAVED, SAVED)
+    few.until_says("a", has_saved)
     assert few.client.get(KEYS.node("a")).kv.version == before.version + 1
 
 
@@ -189,8 +197,8 @@ def test_a_claim_is_sent_once(monkeypatch):
         return txn(compares, on_success, on_failure, **more)
 
     monkeypatch.setattr(node.client, "txn", count)
-    node.part.save_completed(1, 5)
-    few.until_says("a", lambda said: said.saved == 1)
+    node.part.post(topics.SAVED, SAVED)
+    few.until_says("a", has_saved)
     assert [put.key for put in sent] == [KEYS.node("a")]
 
 
@@ -203,8 +211,8 @@ def test_what_is_done_counts_for_its_round():
     node.participant.end_round(1, State.BROKEN, "over")
     node.join(1)
     few.world.run(1.0)
-    node.part.save_completed(1, 5)
-    assert few.until_says("a", lambda said: said.saved == 1).done < 2
+    node.part.post(topics.SAVED, SAVED)
+    assert few.until_says("a", has_saved).done < 2
     assert node.participant.header.state is State.RUNNING
 
 
@@ -893,7 +901,7 @@ def test_a_host_to_leave_gets_no_node():
         job.world.until(lambda: late.failure is not None)
         assert isinstance(late.failure, HostRefused)
         job.world.until(lambda: drains.of_node(leaving.participant.header, leaving.name))
-        leaving.part.report_ready_to_leave(drains.of_node(leaving.participant.header, leaving.name).number, 40)
+        leaving.part.post(topics.READY, topics.ReadyToLeave(drains.of_node(leaving.participant.header, leaving.name).number, 40))
 
     outcome = job.drain(meanwhile)
     assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 40, round 2 runs with 3 nodes")
@@ -912,11 +920,11 @@ def test_a_node_that_cannot_be_spared_saves_again():
         job.world.until(drain)
         spare.agent.run(spare.go)
         job.world.run(1.0)
-        leaving.part.report_ready_to_leave(number := drain().number, 40)
+        leaving.part.post(topics.READY, topics.ReadyToLeave(number := drain().number, 40))
         job.world.until(lambda: drain().held)
         job.add("d")
         job.world.until(lambda: drain().number > number)
-        leaving.part.report_ready_to_leave(drain().number, 90)
+        leaving.part.post(topics.READY, topics.ReadyToLeave(drain().number, 90))
 
     outcome = job.drain(meanwhile)
     assert (outcome.ending, outcome.reason) == (Ending.DRAINED, "b has left: saved step 90, round 2 runs with 2 nodes")

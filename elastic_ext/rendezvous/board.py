@@ -1,0 +1,138 @@
+"""The board of a round: what each node posts there for all, by topic, and what the leader rules from it. Pure, no clock.
+
+A feature whose nodes share something has a `Topic`: a name, a dataclass for the values, and perhaps a rule.
+Posts are part of a node's own record, so that they need no key, no watch and no lease of their own. Only the leader rules. On one
+machine there is the same board, over one node.
+
+Invariants:
+    of a topic, the last value of a node counts, and only in the round in which it was posted;
+    a value that cannot be read is no post: the feature goes without it, and the node stays in the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from elastic_ext.base import records
+from elastic_ext.base.records import RecordError
+from elastic_ext.rendezvous.round_records import EndKind, Post, Posts
+
+SCHEMA = 1  # of the values
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True)
+class RoundMembers:
+    """The nodes of the running round, for rules."""
+
+    ids: tuple[str, ...]  # of those that are there, by rank
+    done: frozenset[str] = frozenset()  # those whose workers have finished without a failure
+    finished_at: float | None = None  # when the leader heard of the last of them, on its monotonic clock; None: of none yet
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What a rule has found. reason: one line, for people.
+
+    end: the round ends, in this way. until: nothing ends before this time on the leader's clock; then the rule is asked again.
+    With neither, the leader warns of the reason, once in a round.
+    """
+
+    reason: str
+    end: EndKind | None = None
+    until: float | None = None
+
+    @property
+    def warns(self) -> bool:
+        return self.end is None and self.until is None
+
+
+@dataclass(frozen=True)
+class Topic(Generic[V]):
+    """What one feature posts.
+
+    Args:
+        name: unique among the topics.
+        kind: a frozen dataclass; `base.records` writes and reads it.
+        rule: for the leader; None: it rules nothing. Pure: from the values by node id (at least one), the members, and now.
+        must_be_heard: a node whose post does not reach the others takes no further part in the round, after a while.
+    """
+
+    name: str
+    kind: type[V]
+    rule: Callable[[Mapping[str, V], RoundMembers, float], Ruling | None] | None = None
+    must_be_heard: bool = False
+
+    def of(self, posts: Posts, round_: int) -> V | None:
+        """Return what a node has posted in this round; None: nothing that can be read."""
+        if posts.round != round_:
+            return None
+        found = next((post.value for post in posts.posts if post.topic == self.name), None)
+        return None if found is None else self._read(found)
+
+    def _read(self, value: str) -> V | None:
+        try:
+            return records.read(self.kind, value, f"a post on {self.name}", SCHEMA)
+        except RecordError:
+            return None
+
+
+def posted(posts: Posts, round_: int, topic: Topic[V], value: V | None) -> Posts:
+    """Return the posts of a node with this value in place of the topic's last one. None: it is withdrawn."""
+    others = tuple(post for post in posts.posts if post.topic != topic.name) if posts.round == round_ else ()
+    own = (Post(topic.name, records.encode(value, SCHEMA)),) if value is not None else ()
+    return Posts(round_, (*others, *own))
+
+
+@dataclass
+class _Asked:
+    """The last answer of a rule, and to what."""
+
+    values: Mapping[str, object] = field(default_factory=dict)
+    members: RoundMembers | None = None
+    ruling: Ruling | None = None
+
+    def holds(self, values: Mapping[str, object], members: RoundMembers, now: float) -> bool:
+        """Return whether the answer is the same now."""
+        until = self.ruling.until if self.ruling is not None else None
+        return self.members == members and self.values == values and (until is None or now < until)
+
+
+class Rules:
+    """What the leader rules. It reads each value once, and asks a rule again only if values, members, or the time make it due."""
+
+    def __init__(self, topics: Sequence[Topic[Any]]) -> None:
+        """topics: those that end the round first stand first."""
+        self._topics = [topic for topic in topics if topic.rule is not None]
+        # Each node's posts, the round that they were read for, and their values by topic.
+        self._read: dict[str, tuple[Posts, int, dict[str, object]]] = {}
+        self._asked = {topic.name: _Asked() for topic in self._topics}
+
+    def rulings(self, boards: Mapping[str, Posts], round_: int, members: RoundMembers, now: float) -> tuple[Ruling, ...]:
+        """Return what the rules have found. boards: the posts of the members, by node id. now: monotonic."""
+        self._read = {id_: self._values(id_, posts, round_) for id_, posts in boards.items() if posts.posts}
+        found = (self._of(topic, members, now) for topic in self._topics)
+        return tuple(each for each in found if each is not None)
+
+    def _values(self, id_: str, posts: Posts, round_: int) -> tuple[Posts, int, dict[str, object]]:
+        known = self._read.get(id_)
+        if known is not None and known[0] is posts and known[1] == round_:
+            return known
+        read = {topic.name: topic.of(posts, round_) for topic in self._topics}
+        return posts, round_, {name: value for name, value in read.items() if value is not None}
+
+    def _of(self, topic: Topic[Any], members: RoundMembers, now: float) -> Ruling | None:
+        values = {id_: read[topic.name] for id_, (_, _, read) in self._read.items() if topic.name in read}
+        asked = self._asked[topic.name]
+        if not asked.holds(values, members, now):
+            assert topic.rule is not None, "only topics with a rule are kept"
+            self._asked[topic.name] = asked = _Asked(values, members, topic.rule(values, members, now) if values else None)
+        return asked.ruling
+
+
+def ending(rulings: Sequence[Ruling]) -> Ruling | None:
+    """Return the ruling that counts: the first that ends the round, or holds up its end; None: it goes on."""
+    return next((each for each in rulings if not each.warns), None)

@@ -1,14 +1,12 @@
 """How long until a job that hangs trains again? From the hang to the first all_reduce after the restart, on all ranks.
 
-    python benchmarks/hangs.py [--repeat 3] [--rows sleep,spin,elsewhere,stopped,cut,device,item,evaluates,compiles]
+    python benchmarks/hangs.py [--repeat 3] [--rows sleep,spin,elsewhere,stopped,device,item,evaluates,compiles]
                                [--timeout 90] [--alone 180] [--device cpu]
 
     sleep      the two ranks wait in different collectives, asleep, as gloo waits
     spin       the same, and each waits with a whole core, as NCCL waits; on the CPU, through tests/scripts/spinning_group.py
     elsewhere  each has begun another collective, which the other has not, and its main thread computes
     stopped    rank 1 is stopped by a signal, and rank 0 waits for it
-    cut        three hosts behind a router (hosts.py), --nnodes=2:3; the way between two of them is cut and stays cut. Both reach
-               the third and the store. Ours hangs twice, and then one of the two leaves. Needs root
     device     the ranks' GPUs wait in different collectives of NCCL, and the ranks in torch.cuda.synchronize. Needs --device=cuda
     item       the same, and the ranks wait in `loss.item()`
 
@@ -20,54 +18,39 @@ What must not count as a hang, ours alone; each takes --alone seconds:
 Stock torchrun has no hang detection: it waits until torch's own collectives time out. Both sides run with the timeout that
 --timeout sets in the script; torch's defaults are 30 minutes for gloo and 10 minutes for NCCL. Ours is `--rdzv-backend=ext_c10d`
 with defaults: no hang_timeout, the limits are learned. Stock is `--standalone` with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, without
-which most of its restarts do not come up (see restart_reliability.py). In the row `cut`, ours is ext_etcd, and stock is c10d with
-its store on the host that both others reach. They take turns. Figures are medians.
+which most of its restarts do not come up (see restart_reliability.py). They take turns. Figures are medians.
 
     noticed    until the first worker of the next attempt runs the script
-    again      until the first all_reduce of a later attempt is done on all ranks; in the row `cut`, on two
+    again      until the first all_reduce of a later attempt is done on all ranks
     named      the job's own words: the rank that was waited for, and in what the others wait
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import signal
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jobs
 import measure
-from hosts import Agents, three_hosts
 
 SCRIPT = Path(__file__).with_name("workers") / "hanging_job.py"
-WORKERS = 2  # that train again
-
-
-@dataclass(frozen=True)
-class Row:
-    """title: for tables. workers: at the start. hangs: the most until the job trains again, or has no restart left."""
-
-    title: str
-    workers: int = WORKERS
-    hangs: int = 1
+WORKERS = 2
 
 
 ROWS = {
-    "sleep": Row("ranks in different collectives, asleep (gloo)"),
-    "spin": Row("ranks in different collectives, spinning (as NCCL)"),
-    "elsewhere": Row("ranks in different collectives, main threads compute"),
-    "stopped": Row("a rank is stopped by a signal"),
-    "device": Row("GPUs in different collectives, ranks in synchronize"),
-    "item": Row("GPUs in different collectives, ranks in loss.item()"),
-    "cut": Row("two of three hosts cannot reach each other", workers=3, hangs=1 + jobs.MAX_RESTARTS),
+    "sleep": "ranks in different collectives, asleep (gloo)",
+    "spin": "ranks in different collectives, spinning (as NCCL)",
+    "elsewhere": "ranks in different collectives, main threads compute",
+    "stopped": "a rank is stopped by a signal",
+    "device": "GPUs in different collectives, ranks in synchronize",
+    "item": "GPUs in different collectives, ranks in loss.item()",
 }
 QUIET = {"evaluates": "rank 0 evaluates alone", "compiles": "rank 1 compiles before its first step"}
 SIDES = {"ours": {}, "stock": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
@@ -80,27 +63,20 @@ class Recovery:
     """Seconds from the hang to what the module's docstring says.
 
     Attributes:
-        again_s: None if the job did not come up on enough ranks.
-        died_s: until it ended instead; None: it did not.
+        again_s: None if the job did not come up on all ranks.
         named: from our log.
     """
 
     noticed_s: float
     again_s: float | None
-    died_s: float | None = None
     named: str = ""
 
 
-def recovery(stamps: Iterable[jobs.Stamp], workers: int = WORKERS, ended_ns: int | None = None) -> Recovery | None:
-    """Return None if no worker started again.
-
-    Args:
-        workers: of the job at its start.
-        ended_ns: when all its agents had ended, in CLOCK_MONOTONIC; None: they were killed at the limit.
-    """
+def recovery(stamps: Iterable[jobs.Stamp]) -> Recovery | None:
+    """Return None if no worker started again."""
     seen = list(stamps)
     faults = [stamp.ns for stamp in seen if stamp.event == "fault"]
-    if len(faults) != workers:
+    if len(faults) != WORKERS:
         return None
     later = [stamp for stamp in seen if stamp.ns > max(faults)]
     begins = [stamp.ns for stamp in later if stamp.event == "begin"]
@@ -114,32 +90,22 @@ def recovery(stamps: Iterable[jobs.Stamp], workers: int = WORKERS, ended_ns: int
     def since(ns: int) -> float:
         return (ns - max(faults)) / 1e9
 
-    if len(done) >= WORKERS:
-        return Recovery(since(min(begins)), since(max(done.values())))
-    return Recovery(since(min(begins)), None, None if ended_ns is None else since(ended_ns))
+    return Recovery(since(min(begins)), since(max(done.values())) if len(done) == WORKERS else None)
 
 
-@contextmanager
-def agents(side: str, row: str, folder: Path) -> Iterator[Agents]:
-    """Make what the job of a row needs, and say how to start it."""
-    if row == "cut":
-        with three_hosts(side, folder) as made:
-            yield made
-        return
-    yield Agents([[sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[side], f"--nproc-per-node={WORKERS}"]], {})
+def torchrun(side: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *jobs.AGENTS[side], f"--nproc-per-node={WORKERS}"]
 
 
 def one_try(side: str, row: str, collective_s: float) -> Recovery | None:
     """collective_s: the timeout of torch's collectives."""
-    with tempfile.TemporaryDirectory() as directory, agents(side, row, Path(directory)) as started:
+    with tempfile.TemporaryDirectory() as directory:
         stamps = Path(directory, "stamps")
         script = [f"--max-restarts={jobs.MAX_RESTARTS}", str(SCRIPT), row, str(stamps), str(collective_s)]
-        commands = [[*torchrun, *script] for torchrun in started.commands]
+        command = [*torchrun(side), *script]
         with open(Path(directory, "output"), "w", errors="replace") as output:
-            env = jobs.environment(**SIDES[side], **started.variables)
-            codes = jobs.run_all(commands, directory, env, output, limit_s(row, collective_s))
-        ended_ns = None if None in codes else time.monotonic_ns()
-        found = recovery(jobs.read_stamps(stamps), ROWS[row].workers, ended_ns)
+            jobs.run_all([command], directory, jobs.environment(**SIDES[side]), output, limit_s(collective_s))
+        found = recovery(jobs.read_stamps(stamps))
         return found and replace(found, named=named(Path(directory, "output").read_text(errors="replace")))
 
 
@@ -151,21 +117,19 @@ def named(output: str) -> str:
 
 def quiet_try(row: str, alone_s: float, collective_s: float) -> dict[str, Any]:
     """What became of a job that does not hang: its exit code (None: killed at the limit), and its restarts."""
-    with tempfile.TemporaryDirectory() as directory, agents("ours", row, Path(directory)) as started:
+    with tempfile.TemporaryDirectory() as directory:
         stamps = Path(directory, "stamps")
         script = [f"--max-restarts={jobs.MAX_RESTARTS}", str(SCRIPT), row, str(stamps), str(alone_s + collective_s), str(alone_s)]
         with open(Path(directory, "output"), "w", errors="replace") as output:
-            env = jobs.environment(**started.variables)
-            [code] = jobs.run_all([[*started.commands[0], *script]], directory, env, output, 2 * START_S + alone_s + collective_s)
+            command, env = [*torchrun("ours"), *script], jobs.environment()
+            [code] = jobs.run_all([command], directory, env, output, 2 * START_S + alone_s + collective_s)
         begins = {stamp.attempt for stamp in jobs.read_stamps(stamps) if stamp.event == "begin"}
     return {"row": row, "alone_s": alone_s, "code": code, "restarts": len(begins) - 1}
 
 
 def skip_reason(row: str) -> str | None:
     """Why this cannot be measured; None: it can."""
-    if row in ("device", "item") and jobs.device() == "cpu":
-        return "needs a GPU and --device=cuda"
-    return "network namespaces need root" if row == "cut" and os.geteuid() != 0 else None
+    return "needs a GPU and --device=cuda" if row in ("device", "item") and jobs.device() == "cpu" else None
 
 
 def summary(tries: Sequence[Recovery | None]) -> dict[str, Any]:
@@ -176,16 +140,8 @@ def summary(tries: Sequence[Recovery | None]) -> dict[str, Any]:
         "median_s": measure.rounded(measure.median(again_s)),
         "all_s": [measure.rounded(each) for each in again_s],
         "lost": len(tries) - len(again_s),
-        "died_s": [measure.rounded(each.died_s) for each in tries if each is not None and each.died_s is not None],
         "named": next((each.named for each in tries if each is not None and each.named), ""),
     }
-
-
-def fate(side: dict[str, Any], limit_s: float) -> str:
-    """What became of the tries that did not train again. side: see `summary`."""
-    if side["lost"] > len(side["died_s"]):
-        return f"not in {limit_s:g} s"
-    return f"the job dies after {max(side['died_s']):.0f} s" if side["died_s"] else ""
 
 
 def draw(figure: Any, rows: Sequence[dict[str, Any]], collective_s: float) -> None:
@@ -193,11 +149,11 @@ def draw(figure: Any, rows: Sequence[dict[str, Any]], collective_s: float) -> No
     for place, (side, color) in enumerate((("ours", "#4c9f70"), ("stock", "#c8553d"))):
         middles = [at + (place - 0.5) * 0.35 for at in range(len(rows))]
         bars = axes.barh(middles, [row[side]["median_s"] or 0 for row in rows], height=0.32, color=color, label=side)
-        axes.bar_label(bars, ["" if row[side]["all_s"] else fate(row[side], row["limit_s"]) for row in rows], padding=3)
+        axes.bar_label(bars, ["" if row[side]["all_s"] else f"not in {row['limit_s']:g} s" for row in rows], padding=3)
         for middle, row in zip(middles, rows, strict=True):
             axes.plot(row[side]["all_s"], [middle] * len(row[side]["all_s"]), ".", color="#333333", markersize=4)
     axes.axvline(collective_s, color="#999999", linestyle=":", label=f"torch's timeout, set to {collective_s:g} s")
-    axes.set_yticks(range(len(rows)), [ROWS[row["row"]].title for row in rows])
+    axes.set_yticks(range(len(rows)), [ROWS[row["row"]] for row in rows])
     axes.invert_yaxis()
     axes.set(xlabel="seconds until all train again", title="A job that hangs")
     axes.spines[["top", "right"]].set_visible(False)
@@ -208,17 +164,17 @@ def shown(record: dict[str, Any]) -> str:
     """The table, and what it does not count."""
     cells, lost = [], []
     for row in record["rows"]:
-        title = ROWS[row["row"]].title
+        title = ROWS[row["row"]]
         times = [measure.shown(row[side][what]) for side in SIDES for what in ("noticed_s", "median_s")]
         cells.append([title, *times, measure.shown(row["ratio"], 1)])
         for side in SIDES:
             if row[side]["lost"]:
-                lost.append(f"{side}, {title}: {row[side]['lost']} ({fate(row[side], row['limit_s'])})")
+                lost.append(f"{side}, {title}: {row[side]['lost']} (not in {row['limit_s']:g} s)")
     text = measure.table(["hang", "ours: noticed s", "again s", "stock: noticed s", "again s", "stock / ours"], cells)
     waits = f"Stock waits for torch's own timeout, which is {record['timeout_s']:g} s here, on both sides."
     late = f"Not counted, because they did not train again: {'; '.join(lost) or 'none'}."
-    skipped = "".join(f" Skipped: {ROWS[row].title} ({reason})." for row, reason in record["skipped"].items())
-    said = "".join(f"\n- {ROWS[row['row']].title}: {row['ours']['named']}" for row in record["rows"] if row["ours"]["named"])
+    skipped = "".join(f" Skipped: {ROWS[row]} ({reason})." for row, reason in record["skipped"].items())
+    said = "".join(f"\n- {ROWS[row['row']]}: {row['ours']['named']}" for row in record["rows"] if row["ours"]["named"])
     quiet = "".join(
         f"\n- {QUIET[row['row']]} for {row['alone_s']:g} s: {row['restarts']} restarts, exit code {row['code']}"
         for row in record["quiet"]
@@ -227,10 +183,9 @@ def shown(record: dict[str, Any]) -> str:
     return text + (f"\n\nNamed by ours:\n{said}" if said else "") + (f"\n\nNo hang, ours:\n{quiet}" if quiet else "")
 
 
-def limit_s(row: str, collective_s: float) -> float:
+def limit_s(collective_s: float) -> float:
     """How long a job may take."""
-    hangs = ROWS[row].hangs
-    return (1 + hangs) * START_S + hangs * max(collective_s, OURS_S)
+    return 2 * START_S + max(collective_s, OURS_S)
 
 
 def main() -> int:
@@ -262,7 +217,7 @@ def main() -> int:
                 print(row, side, each[-1], file=sys.stderr, flush=True)
         sides = {side: summary(each) for side, each in tries.items()}
         ratio = measure.rounded(measure.ratio(sides["stock"]["median_s"], sides["ours"]["median_s"]), 1)
-        rows.append({"row": row, **sides, "ratio": ratio, "limit_s": limit_s(row, args.timeout)})
+        rows.append({"row": row, **sides, "ratio": ratio, "limit_s": limit_s(args.timeout)})
     quiet = [quiet_try(row, args.alone, args.timeout) for row in wanted if row in QUIET]
     print(*quiet, sep="\n", file=sys.stderr, flush=True)
     record = {"benchmark": "hangs", "rows": rows, "skipped": skipped, "quiet": quiet, "timeout_s": args.timeout}

@@ -77,7 +77,6 @@ BENCHMARKS = (
     Benchmark("node_loss", AGENT, "--rows=node,agent,container --sides=ours,embedded,embedded-warm,stock", "embedded"),
     Benchmark("node_loss", AGENT, "--rows=node,container,join --sides=ours,warm,stock", "warm"),
     Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")),
-    Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/failures"), "--rows=cut", "cut", "root"),
     Benchmark("hangs", LATENESS, "--rows=elsewhere,evaluates,compiles --repeat=2", "long"),
     Benchmark("stragglers", LATENESS, "--repeat=2 --quiet-minutes=0 --samples=0", needs="root"),
     Benchmark("stragglers", LATENESS, "--rows= --samples=0", "quiet", "root"),

@@ -8,13 +8,12 @@
                item: the same, in `loss.item()`
                elsewhere: each has begun another collective, as NCCL's are begun, and its main thread computes
                stopped: rank 1 gets SIGSTOP
-               cut: the hosts of ranks 1 and 2 of three cannot reach each other, from then on; see ../hosts.py
                evaluates: no hang: rank 0 works alone for SECONDS, and rank 1 waits for it in a barrier, with a whole core
                compiles: no hang: rank 1 compiles for SECONDS before its first step, and rank 0 waits in the step's collective
     STAMPS     a file; see faulty_job.py
     TIMEOUT    of torch's collectives, in seconds. Rank 0's own is what ends the job where nothing else does
 
-The events: fault (right before it; a cut: right after it; where there is no hang, when the wait begins), begin (the first line of
+The events: fault (right before it; where there is no hang, when the wait begins), begin (the first line of
 this file), all_reduce (the first is done).
 """
 
@@ -26,13 +25,10 @@ import functools  # noqa: E402
 import json  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
-import shlex  # noqa: E402
 import signal  # noqa: E402
-import socket  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from datetime import timedelta  # noqa: E402
-from ipaddress import ip_address  # noqa: E402
 from itertools import count  # noqa: E402
 from pathlib import Path  # noqa: E402
 
@@ -42,7 +38,6 @@ from device import DEVICE, finish, join  # noqa: E402
 
 HANG, STAMPS, TIMEOUT_S, *SECONDS = sys.argv[1], sys.argv[2], *map(float, sys.argv[3:])
 STEPS = 100
-RANKS = 3 if HANG == "cut" else 2
 ROOT = Path(__file__).parents[2]
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 RANK = int(os.environ["RANK"])
@@ -59,25 +54,7 @@ def stamp(**events: int) -> None:
         file.write("".join(lines).encode())
 
 
-def cut() -> None:
-    """Cut the way between the hosts of ranks 1 and 2, for good. A route gives each rank the address of its own host."""
-    sys.path.insert(0, str(ROOT))
-    from tests.networks import SERVER, Host, Network
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((SERVER, 9))
-        own = torch.tensor([int(ip_address(probe.getsockname()[0]))])
-    found = [torch.empty_like(own) for _ in range(RANKS)]
-    dist.all_gather(found, own)
-    if RANK == 1:
-        one, other = (Host(str(ip_address(int(address))), []) for address in found[1:])
-        Network(shlex.split(os.environ["ROUTER"]), []).cut(one, other)
-
-
 def fault(other: dist.ProcessGroup) -> None:
-    """After a cut the training goes on, as far as it comes; any other fault hangs here."""
-    if HANG == "cut":
-        cut()
     stamp(fault=time.monotonic_ns())
     if HANG == "stopped" and RANK == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -87,10 +64,9 @@ def fault(other: dist.ProcessGroup) -> None:
         _pending = begin(value, async_op=True)
         while True:
             math.factorial(2000)
-    if HANG != "cut":
-        value = torch.ones(1, device=DEVICE)
-        dist.all_reduce(value, group=other if RANK == 1 else None)
-        finish() if HANG != "item" else value.item()
+    value = torch.ones(1, device=DEVICE)
+    dist.all_reduce(value, group=other if RANK == 1 else None)
+    finish() if HANG != "item" else value.item()
 
 
 def train(goes_on: Callable[[int], bool]) -> None:
@@ -140,9 +116,8 @@ if SECONDS:
     train(lambda done: done < STEPS)
 elif trains_first():
     other_group = dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
-    train(lambda done: done < STEPS or dist.get_world_size() < RANKS)  # a smaller world trains until the others join
+    train(lambda done: done < STEPS)
     fault(other_group)
-    train(lambda _: HANG == "cut")
 dist.barrier() if "spinning_group" not in sys.modules else dist.all_reduce(torch.ones(1))
 finish()
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

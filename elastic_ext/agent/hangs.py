@@ -16,8 +16,7 @@ from elastic_ext.base.printable import Block
 from elastic_ext.failures.classify import Diagnosis
 from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Reach, Silent, unanswered
 from elastic_ext.hangs import detector, process_stats, stacks
-from elastic_ext.hangs.unanswered import Reachability
-from elastic_ext.hangs.watch import HangWatch, QuietWatch
+from elastic_ext.hangs.watch import HangWatch
 from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.address import own_addresses
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -107,25 +106,23 @@ def _written(path: str, since: float) -> bool:
 class HangHandling(Companion):
     """Claims that all workers of this node stall, and withdraws the claim. The job hangs when all nodes claim a stall."""
 
-    def __init__(self, watch: HangWatch, quiet: QuietWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
+    def __init__(self, watch: HangWatch, handler: Rendezvous, recorder: FlightRecorder | None) -> None:
         """recorder: NCCL's flight recorder; None without NCCL."""
         self.hung: Mapping[int, detector.Stuck] = {}  # the workers that the others waited for, by local rank; set by `examine`
         self.reach: Reach | None = None  # the hosts that did not answer them then
         self.collectives: tuple[Collective, ...] = ()  # those in which the workers waited then
-        self._watch, self._quiet, self._handler, self._recorder = watch, quiet, handler, recorder
-        self._reported: Reach | None = None  # what the other nodes know of the quiet workers
+        self._watch, self._handler, self._recorder = watch, handler, recorder
         self._waiting = False  # this node claims a stall by the limit of a wait only
 
     @property
     def stalled(self) -> bool:
-        """Whether all workers of this node stall, or are quiet, as of the last check: the job may hang."""
-        return self._watch.stalled or self._quiet.reach is not None
+        """Whether all workers of this node stall, as of the last check: the job may hang."""
+        return self._watch.stalled
 
     def next_check_s(self) -> float:
-        return min(self._watch.next_check_s(), self._quiet.next_check_s())
+        return self._watch.next_check_s()
 
     def check(self, workers: LocalWorkers) -> None:
-        self._check_quiet(workers)
         stalled_before, imminent_before = self._watch.stalled, self._watch.imminent
         assessment = self._watch.check(workers.running_pids(), workers.stacks_files)
         if assessment is None:
@@ -144,30 +141,10 @@ class HangHandling(Companion):
             logger.log(level, "elastic_ext: %s%s", "" if assessment.stalled else "the workers have resumed: ", assessment.reason)
         self._waiting = assessment.waiting
 
-    def _check_quiet(self, workers: LocalWorkers) -> None:
-        """Report to the other nodes if all workers are quiet, and changes of who does not answer, not of for how long.
-
-        While a host does not answer, report it again at each check: a claim that came too soon after other workers had finished
-        (`topics.CLAIMS_S`) counts later. A record that stays the same is not written.
-        """
-        before = self._quiet.reach
-        self._quiet.check(workers.running_pids())
-        reach = self._quiet.reach
-        silent = {each.address for each in reach.unanswered} if reach is not None else set()
-        known = {each.address for each in before.unanswered} if before is not None else set()
-        if (reach is None) != (before is None) or silent != known:
-            self._reported = _recorded(reach) if reach is not None else None
-            self._handler.part.report_quiet(self._reported)
-        elif silent and reach is not before:  # a check was due: it makes a new one
-            self._handler.part.report_quiet(self._reported)
-        for each in reach.unanswered if reach is not None else ():
-            if each.address not in known:
-                logger.warning("elastic_ext: all workers wait, and %s", each.text)
-
     def examine(self, workers: LocalWorkers) -> list[str]:
         """Find out and log where each worker is when the whole job hangs; return one text per worker for the verdict."""
-        reach = self._quiet.examine(workers.running_pids())
-        self.reach = _recorded(reach)
+        silent = self._watch.silent_hosts(workers.running_pids())
+        self.reach = Reach(own_addresses(), tuple(Silent(each.rank, each.address, each.for_s) for each in silent))
         stuck = self._watch.examine(workers.running_pids(), workers.stacks_files)
         self.collectives = tuple(each.collective for each in stuck.values() if each.collective is not None)
         culprits = detector.culprits(list(stuck.values()))
@@ -177,15 +154,11 @@ class HangHandling(Companion):
         for each in sorted(stuck.values(), key=lambda one: one.blame):
             logger.warning("elastic_ext: %s%s", each.reason, _shown(each.stack))
             texts.append(f"{each.reason}\n{detector.main_thread_first(each.stack, STACKS_KEPT)}".rstrip())
-        texts += [each.text for each in reach.unanswered]
+        texts += [each.text for each in silent]
         if records:
             logger.warning("elastic_ext: %s", records)
             texts.append(records)
         return texts
-
-
-def _recorded(reach: Reachability) -> Reach:
-    return Reach(reach.addresses, tuple(Silent(each.rank, each.address, each.for_s) for each in reach.unanswered))
 
 
 def reach_by(diagnosis: Diagnosis) -> Reach:

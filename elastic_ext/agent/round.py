@@ -35,7 +35,7 @@ from elastic_ext.failures.host import ANSWER_S, HostEvidence
 from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
-from elastic_ext.hangs.watch import HangWatch, QuietWatch
+from elastic_ext.hangs.watch import HangWatch
 from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
@@ -562,8 +562,7 @@ class RoundStart:
         # Without the bootstrap, workers never report progress, which is not a sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
             watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
-            quiet = QuietWatch(progress, ranks, settings.hang_timeout)
-            hangs = HangHandling(watch, quiet, self._handler, companions.flight_recorder)
+            hangs = HangHandling(watch, self._handler, companions.flight_recorder)
         ending = EndingWorkers(progress, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)

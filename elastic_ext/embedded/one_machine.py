@@ -21,7 +21,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.keyspace import Keyspace
 from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
 from elastic_ext.etcd import CallObserver, messages, values
-from elastic_ext.failures import joint_evidence, judgement
+from elastic_ext.failures import judgement
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
 from elastic_ext.rendezvous import address, board, contract, drains, job_status, judging, keys, round_records, topics
 from elastic_ext.rendezvous.configuration import WorkerProgram
@@ -175,9 +175,6 @@ class OneRound:
             elif ruling.warns and not self._warned:
                 self._warned = True
                 logger.warning("elastic_ext: %s", ruling.reason)
-
-    def report_quiet(self, reach: joint_evidence.Reach | None) -> None:
-        """Do nothing: there is no other node to reach."""
 
     def request_save(self) -> None:
         self.save_wanted += 1

@@ -107,14 +107,6 @@ class Precedent(Traits):
     no_further: bool = False  # whether the try since has made no more steps, and it is unknown where they began
 
     @property
-    def lasting_cut(self) -> tuple[str, ...]:
-        """`cut`, if it may still be there. Progress since then shows that it has passed.
-
-        Where it is not known that there was none, the job may have trained for a week, so the cut counts only if it is `recent`.
-        """
-        return self.cut if self.surely_none_since or (self.recent and self.progress is not True) else ()
-
-    @property
     def surely_none_since(self) -> bool:
         """Whether the job surely made no progress since. If its worker had done no step, the script's may just not be counted."""
         return self.progress is False and self.first_step_done is not False

@@ -32,7 +32,7 @@ SPREAD_S = {
     **dict.fromkeys((*_MAY_BE_AWAY, *rules.PEERS), (0.0, 90.0)),
 }
 # Names of rules.
-WARM_START, CUT_AGAIN, UNSEEN = "warm-start", "cut-again", "progress-unknown"
+WARM_START, UNSEEN = "warm-start", "progress-unknown"
 REPEATED, SAME_NODE, CEILING, IN_A_ROW, BAD_NODE = "repeated", "same-node", "ceiling", "in-a-row", "bad-node"
 _FINAL = frozenset({"directory-taken"})  # they say that no other try would help, on whatever node
 _ON_ALL_NODES = frozenset({rules.GPU_DEAD, rules.HARDWARE_EXIT})  # what several nodes report at once is the hardware of none
@@ -198,7 +198,7 @@ def _place_counts(diagnosis: Diagnosis, nodes: Nodes) -> bool:
     do so is often the leader's.
     """
     evidence, rule = diagnosis.evidence, diagnosis.rule
-    several = evidence.cut or evidence.shared or len(evidence.differs) > 1  # for a cut, see `_cut_again`
+    several = evidence.cut or evidence.shared or len(evidence.differs) > 1
     known = evidence.node is not None and not nodes.only_one and not several
     lacking = rule in rules.LACKING or diagnosis.lacks_module
     lacks = lacking and evidence.before_first_step  # later, it is a file of the script's own
@@ -243,16 +243,6 @@ def _of_several(evidence: Evidence, past: Sequence[Precedent]) -> bool:
     """Return whether this node could not reach two others or more: of one pair alone, either may be the bad one."""
     pairs = (*evidence.cuts, *(each.cut for each in past if not each.before_repair))
     return len({host for pair in pairs if evidence.node in pair for host in pair}) > 2
-
-
-def _cut_again(evidence: Evidence, past: Sequence[Precedent]) -> bool:
-    """Return whether there was a cut before that may still be there, and this node is in all pairs of hosts, then and now.
-
-    Where no node is, it is the network that is cut, and the job needs all its nodes once that is mended.
-    """
-    earlier = [each.lasting_cut for each in past if each.lasting_cut]
-    several = evidence.hang is True or _of_several(evidence, past)  # NCCL names one pair, a hang shows all
-    return bool(evidence.cut and earlier) and several and all(evidence.node in hosts for hosts in (*evidence.cuts, *earlier))
 
 
 def _on_this_node(diagnosis: Diagnosis, past: Sequence[Precedent], nodes: Nodes) -> int:
@@ -328,8 +318,6 @@ _THRICE = "the same failure occurred {f.stuck} times without progress"
 # What repetition makes of an answer that restarts the job at a price. What only printed words say costs no node, and ends no job
 # but by the ceilings.
 HISTORY = (
-    _row("cut-again", lambda f: _cut_again(f.evidence, f.past), Response.REPLACE_NODE,
-        "{f.evidence.node} was cut off like this before", EX_NODE, CUT_AGAIN),
     _row("all-wait-again", lambda f: f.rule == rules.HANG_RULE and f.repeated, Response.STOP,
         "the same failure recurred at the same step without progress", EX_FAILED, REPEATED, True),
     _row("another-number", lambda f: f.answer.kind == NUMERIC and f.repeated and any(each.same_step is False for each in f.same),

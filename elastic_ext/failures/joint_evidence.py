@@ -113,7 +113,7 @@ def choose_cut(
         found: at least one.
         order: the rank of each node (or of one of its workers), by node id.
         hosts: the name of each node's host, by node id.
-        earlier: the names of each two hosts that could not reach each other before, and may still not.
+        earlier: the names of each two hosts that could not reach each other before.
     """
     count = Counter(hosts[node] for cut in found for node in cut.pair) + Counter(host for pair in earlier for host in pair)
 

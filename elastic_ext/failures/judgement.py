@@ -62,8 +62,7 @@ class Circumstances:
     min_nodes: int | None = None  # minimum number of nodes of the job
     lost: tuple[Lost, ...] = ()  # the round's nodes that are gone, were cut off or were asked to leave; they explain any cascade
     charges: int | None = None  # restarts charged within the budget's window; None without a window, when all count
-    # what nodes reported of their connections while the job hung, by id, besides their reports: connections may be gone by the
-    # time of a report. Of the other nodes of the round, their addresses
+    # the addresses of the nodes of the round, by id: some have nothing to report
     reaches: Mapping[str, joint.Reach] = field(default_factory=dict)
     hosts: Mapping[str, str] = field(default_factory=dict)  # their names, by id
     at: str = ""  # see JobVerdict
@@ -242,9 +241,7 @@ def _cause(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circums
         return early
     if found:
         _, _, past = _compared(cause, report, ledger, circumstances)
-        lasting = [each.lasting_cut for each in past if each.lasting_cut]
-        passed = [each.cut for each in past if report.follows and not each.before_repair]
-        return _cut_off(reports, found, hosts, lasting or passed)
+        return _cut_off(reports, found, hosts, [each.cut for each in past if not each.before_repair])
     if cause.rule == REPLAY:
         return _of_replay(reports, cause, node)
     if cause.rule == RERUN_DIFFERS:

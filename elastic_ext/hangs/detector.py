@@ -15,7 +15,6 @@ between earlier signs in the same phase. It is never less than a floor:
   a worker sleeps in the kernel: it waits for a disk or a file server, which may be away for minutes;
 - LONG_FLOOR_S in a phase that is long by nature, START_FLOOR_S before the first sign.
 
-Workers that all wait while two hosts cannot reach each other have a shorter limit: see `unanswered`.
 
 The setting hang_timeout replaces the limit, even if a worker sleeps in the kernel. Before the first sign, the limit is
 START_FACTOR times hang_timeout if no worker does anything. Long phases, and a start at which a worker works, keep their limits.

@@ -351,8 +351,9 @@ _MOVED = struct.Struct("=QQ")  # of tcp_info: tcpi_bytes_acked, tcpi_bytes_recei
 _MOVED_AT = 120
 # TCP states (net/tcp_states.h) in which a socket can move bytes: established, fin wait 1 and 2, close wait, last ack, closing.
 _STATES = sum(1 << state for state in (1, 4, 5, 8, 9, 11))
-_ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _CLOSE_WAIT, _LISTEN = 1, 2, 4, 8, 10  # net/tcp_states.h
-_ENDS_KNOWN = sum(1 << state for state in (_ESTABLISHED, _SYN_SENT, _FIN_WAIT1, _CLOSE_WAIT, _LISTEN))
+_SYN_SENT = 2
+# Those in which one may wait for an answer: established, fin wait 1, close wait.
+_ENDS_KNOWN = sum(1 << state for state in (1, _SYN_SENT, 4, 8))
 # inet_diag_msg: family, state, timer; ports and addresses in network byte order; ms until the timer expires; inode
 _MESSAGE = struct.Struct("=BBBx2x2s16s16s12xI12xI")
 _FAMILY_BYTES = {2: 4, 10: 16}  # AF_INET, AF_INET6
@@ -444,7 +445,7 @@ def _connection(message: bytes, info: bytes) -> unanswered.TcpConnection | None:
     size = _FAMILY_BYTES.get(family)
     if size is None:
         return None
-    waits = timer == _RETRANSMIT and state != _LISTEN
+    waits = timer == _RETRANSMIT
     return unanswered.TcpConnection(
         inode,
         _address(local[:size]),

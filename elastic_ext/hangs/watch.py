@@ -1,7 +1,4 @@
-"""Watches one round's workers for hangs. Reads their progress and their process stats when the detector says that it is time.
-
-`HangWatch` follows `detector`; `QuietWatch`, apart from it, looks for a silence that a missing answer explains (`unanswered`).
-"""
+"""Watches one round's workers for hangs. Reads their progress and their process stats when the detector says that it is time."""
 
 from __future__ import annotations
 
@@ -26,8 +23,12 @@ COLLECTIVE_BYTES = 4096
 RECENT_SHARE = 0.4  # of the limit: activity within this time counts as recent
 
 
-class _Watch:
-    """What both watches of a round have: the workers' progress, and what their processes do while all of them are quiet."""
+class HangWatch:
+    """The hang watch of one round.
+
+    Reading the progress costs microseconds. /proc is read, and the workers' calls are checked, only when all of them have been
+    quiet for half of their limit, every few seconds while they stall, and once when a worker has started.
+    """
 
     def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None, world: int = 1) -> None:
         """Start watching.
@@ -39,46 +40,6 @@ class _Watch:
         self._quiet_from = time.monotonic()  # earlier quiet time does not count: a debugger, or a machine that stood still
         self._next_check = self._quiet_from
         self._stall: Stall | None = None  # while all workers are quiet
-
-    def next_check_s(self) -> float:
-        return max(0.0, self._next_check - time.monotonic())
-
-    def _is_due(self, now: float) -> bool:
-        if now > self._next_check + detector.LATE_S:
-            self._restart_count(now)
-        return now >= self._next_check
-
-    def _restart_count(self, now: float) -> None:
-        self._quiet_from, self._stall = now, None
-
-    def _status(self, local_rank: int, now: float) -> detector.WorkerStatus:
-        row = self._progress.read(local_rank)
-        return replace(
-            self._new[local_rank],
-            steps=row.steps,
-            quiet_s=now - max(row.sign_ns / 1e9, self._quiet_from),
-            reports=row.reports,
-            phase=row.phase,
-            gaps=row.gaps,
-            known=row.pid != 0,
-        )
-
-    def _read_stats(self, pids: Mapping[int, int], now: float, window_s: float) -> Stall:
-        if self._stall is None:
-            self._stall = Stall(window_s)
-        self._stall.update(pids, now)
-        return self._stall
-
-
-class HangWatch(_Watch):
-    """The hang watch of one round.
-
-    Reading the progress costs microseconds. /proc is read, and the workers' calls are checked, only when all of them have been
-    quiet for half of their limit, every few seconds while they stall, and once when a worker has started.
-    """
-
-    def __init__(self, progress: ProgressTable, ranks: Mapping[int, int], fixed_s: float | None, world: int = 1) -> None:
-        super().__init__(progress, ranks, fixed_s, world)
         self._found = NOTHING_FOUND  # at the last check
         self._next_stats = self._next_check
         self._call_checks: stacks.CallChecks | None = None  # while all are quiet for a good part of the limit of a wait
@@ -95,13 +56,18 @@ class HangWatch(_Watch):
         """Whether they soon will."""
         return self._found.imminent
 
+    def next_check_s(self) -> float:
+        return max(0.0, self._next_check - time.monotonic())
+
     def check(self, pids: Mapping[int, int], stacks_files: Mapping[int, str]) -> detector.Assessment | None:
         """Assess the workers, or return None before the next check is due.
 
         pids, stacks_files: those of running workers, and where each writes its stacks, by local rank.
         """
         now = time.monotonic()
-        if not self._is_due(now):
+        if now > self._next_check + detector.LATE_S:
+            self._restart_count(now)
+        if now < self._next_check:
             return None
         if self._fixed_s is None:
             self._first_answers.ask(pids, self._progress, now)
@@ -109,7 +75,9 @@ class HangWatch(_Watch):
         if not workers or not detector.needs_stats(workers, self._fixed_s):
             self._stall = None
         elif now >= self._next_stats:
-            self._warn_of_uncounted(self._read_stats(pids, now, detector.window_s(self._fixed_s)))
+            self._stall = self._stall or Stall(detector.window_s(self._fixed_s))
+            self._stall.update(pids, now)
+            self._warn_of_uncounted(self._stall)
             workers = self._workers(pids, now)
             if any(worker.debugged for worker in workers):
                 self._restart_count(now)
@@ -138,8 +106,7 @@ class HangWatch(_Watch):
         return self._workers(pids, now)
 
     def _restart_count(self, now: float) -> None:
-        super()._restart_count(now)
-        self._call_checks = None
+        self._quiet_from, self._stall, self._call_checks = now, None, None
 
     def _warn_of_uncounted(self, stall: Stall) -> None:
         if not self._warned and (uncounted := stall.uncounted()):
@@ -148,6 +115,18 @@ class HangWatch(_Watch):
                 "elastic_ext: cannot count the reads, writes and network traffic of rank %s; it never counts as idle",
                 self._new[uncounted[0]].rank,
             )
+
+    def _status(self, local_rank: int, now: float) -> detector.WorkerStatus:
+        row = self._progress.read(local_rank)
+        return replace(
+            self._new[local_rank],
+            steps=row.steps,
+            quiet_s=now - max(row.sign_ns / 1e9, self._quiet_from),
+            reports=row.reports,
+            phase=row.phase,
+            gaps=row.gaps,
+            known=row.pid != 0,
+        )
 
     def _workers(self, pids: Mapping[int, int], now: float) -> list[detector.WorkerStatus]:
         workers = []
@@ -183,6 +162,12 @@ class HangWatch(_Watch):
                 collective=collective_in(file, worker.rank) if stacks.is_outstanding(progress, now) else None,
             )
         return found
+
+    def silent_hosts(self, pids: Mapping[int, int]) -> list[unanswered.Unanswered]:
+        """Return the hosts that do not answer the workers; none if that is not known. pids: by local rank."""
+        inodes = process_stats.open_sockets(pids.values())
+        found = process_stats.connections({self._new[local_rank].rank: inodes[pid] for local_rank, pid in pids.items()})
+        return unanswered.silent_hosts(found or {})
 
     def _rates(self, local_rank: int) -> process_stats.Rates:
         rates = self._stall.rates(local_rank) if self._stall is not None else process_stats.Rates()
@@ -273,39 +258,3 @@ class Stall:
         idle_s, recent_s = last.at - worked, RECENT_SHARE * limit_s
         slept = last.at - self._slept.get(local_rank, -math.inf) < recent_s
         return replace(worker, idle_s=idle_s, working=idle_s < recent_s, asleep_in_kernel=slept)
-
-
-class QuietWatch(_Watch):
-    """The quiet watch of one round. /proc and the kernel's sockets are read only when all workers have been quiet for a while."""
-
-    # the hosts that did not answer these workers at the last check; None: not all of them were quiet
-    reach: unanswered.Reachability | None = None
-
-    def check(self, pids: Mapping[int, int]) -> None:
-        """Update `reach` if the next check is due. pids: those of running workers, by local rank."""
-        now = time.monotonic()
-        if not self._is_due(now):
-            return
-        workers = [self._status(local_rank, now) for local_rank in pids]
-        limit_s = unanswered.limit_s(workers, self._fixed_s)
-        reach = None
-        if workers and unanswered.needs_stats(workers, limit_s):
-            stall = self._read_stats(pids, now, unanswered.window_s(limit_s))
-            workers = [stall.complete(*each, limit_s) for each in zip(workers, pids, strict=True)]
-            if any(worker.debugged for worker in workers):
-                self._restart_count(now)
-            reach = self._read_reach(pids) if unanswered.is_quiet(workers, limit_s) else None
-        else:
-            self._stall = None
-        self.reach = unanswered.lasting(reach, limit_s) if reach is not None else None
-        self._next_check = now + unanswered.next_check_s(workers, limit_s, reach)
-
-    def examine(self, pids: Mapping[int, int]) -> unanswered.Reachability:
-        """Return the hosts that have not answered the workers for so long that it explains a hang. pids: by local rank."""
-        return unanswered.explaining(self._read_reach(pids), self._fixed_s)
-
-    def _read_reach(self, pids: Mapping[int, int]) -> unanswered.Reachability:
-        """Return the hosts that do not answer the workers now; none if that is not known. pids: by local rank."""
-        inodes = process_stats.open_sockets(pids.values())
-        found = process_stats.connections({self._new[local_rank].rank: inodes[pid] for local_rank, pid in pids.items()})
-        return unanswered.reach_of(found or {})

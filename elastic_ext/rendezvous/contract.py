@@ -19,7 +19,6 @@ from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver
-from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
 from elastic_ext.rendezvous.board import Topic
 from elastic_ext.rendezvous.configuration import WorkerProgram
@@ -77,12 +76,6 @@ class RoundPart(Protocol):
         """Post a value for all nodes of this round, in place of this node's last one on the topic; None: withdraw that.
 
         What follows is the topic's rule (`topics`). Returns at once.
-        """
-
-    def report_quiet(self, reach: Reach | None) -> None:
-        """Report that all workers of this node are quiet, and who does not answer them; None: no longer.
-
-        If all nodes are quiet and two of them cannot reach each other, the round ends as STALLED.
         """
 
     @property

@@ -127,8 +127,8 @@ class AgentPolicy:
             kept, left = judgement.too_few_left(before, rules, reports.round)
             return Judgement(round_records.State.CLOSED, left.decision.reason, encode_verdict(left), encode_ledger(kept))
         after, verdict = judgement.judge(given, before, rules, reports.round)
-        by_name = verdict.decision.rule in (history.BAD_NODE, history.CUT_AGAIN)
-        counted = by_name and verdict.host in reports.ambiguous  # over several nodes of one name
+        # Its failures were counted over several nodes of one name.
+        counted = verdict.decision.rule == history.BAD_NODE and verdict.host in reports.ambiguous
         if verdict.decision.response is Response.REPLACE_NODE and (verdict.node in reports.needed or counted):
             after, verdict = judgement.judge(given, before, replace(rules, min_nodes=reports.nodes), reports.round)
         leaves = verdict.decision.response is Response.REPLACE_NODE

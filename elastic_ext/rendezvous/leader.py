@@ -231,7 +231,7 @@ class Leader:
             {id_: self._records.written[id_] for id_ in action.nodes},
             rounds.lost(view),
             len(set(view.nodes) - drains.released(view.header)),
-            rounds.addressed(view) | rounds.reaches(view),
+            rounds.addressed(view),
             hosts if len(hosts) == 1 else frozenset(),  # of several agents on that host another one keeps the store
             drains.ambiguous_hosts(view.nodes),
             members=view.header.nodes,

@@ -18,7 +18,6 @@ from elastic_ext.base.contracts import Exchange, SingleNode
 from elastic_ext.base.errors import RoundOver
 from elastic_ext.base.printable import cut
 from elastic_ext.etcd import EtcdError
-from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
 from elastic_ext.rendezvous import board
 from elastic_ext.rendezvous.board import Topic
@@ -84,7 +83,6 @@ class EtcdRound:
         self._place, self._participant = place, place.participant
         self._workers = workers
         self._claims = frozenset[str]()  # the topics on which it has posted what the others must hear
-        self._quiet = False
         self._unheard = waits.Lasting(place.take_s)  # of such claims
 
     def workers(self) -> list[Worker]:
@@ -107,7 +105,7 @@ class EtcdRound:
 
     def over(self) -> RoundEnd | None:
         now = time.monotonic()
-        if self._unheard.is_over((bool(self._claims) or self._quiet) and self._place.unheard(now), now):
+        if self._unheard.is_over(bool(self._claims) and self._place.unheard(now), now):
             return RoundEnd(
                 EndKind.CUT_OFF, f"the workers of this node hang, and the others do not hear: {self._place.why_unheard}"
             )
@@ -133,13 +131,6 @@ class EtcdRound:
     def post(self, topic: Topic[V], value: V | None) -> None:
         self._claims = self._claims | {topic.name} if topic.must_be_heard and value is not None else self._claims - {topic.name}
         self._participant.update(lambda node: dataclasses.replace(node, board=board.posted(node.board, self.round, topic, value)))
-
-    def report_quiet(self, reach: Reach | None) -> None:
-        self._quiet = reach is not None
-        addresses = reach.addresses if reach is not None else ()
-        silent = tuple(each.address for each in reach.silent) if reach is not None else ()
-        quiet = self.round if reach is not None else 0
-        self._participant.update(lambda node: dataclasses.replace(node, quiet=quiet, addresses=addresses, silent=silent))
 
     def request_save(self) -> None:
         self._participant.change_header(self.round, with_save)

@@ -86,10 +86,7 @@ class Node:
     # nodes.
     cut: Count = 0
     link_port: Port = 0  # of its listening socket for links (`links`), at `address`; 0: no node may link to it
-    quiet: Count = 0  # the round in which all its workers wait now, perhaps for an answer from another host; 0 if they do not
-    addresses: tuple[Name, ...] = ()  # its own that its workers use meanwhile
-    # Other hosts' addresses that do not answer: its workers while they are quiet, or itself at a round's store.
-    silent: tuple[Name, ...] = ()
+    silent: tuple[Name, ...] = ()  # addresses of rounds' stores that do not answer it
     hosts_store: bool = False  # the job's store is on its host, and would go with it
     machine: str = ""  # see `address.machine`
     link_key: NameOrEmpty = ""  # who links to it proves to have read this (`handshake`); "": no node may link to it

@@ -24,9 +24,8 @@ from enum import Enum
 from typing import TypeVar
 
 from elastic_ext.base.printable import counted
-from elastic_ext.failures import joint_evidence
-from elastic_ext.failures.joint_evidence import Reach, Silent
-from elastic_ext.rendezvous import board, drains, topics
+from elastic_ext.failures.joint_evidence import Reach
+from elastic_ext.rendezvous import board, drains
 from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, Node, State
 
 GROW_POLL_S = 5.0  # how often a leader looks for a new checkpoint while nodes wait to join (grow_at=checkpoint)
@@ -170,17 +169,6 @@ def lost(view: View) -> dict[str, str]:
     return {**dict.fromkeys(gone, "was lost"), **became}
 
 
-def reaches(view: View) -> dict[str, Reach]:
-    """Return what the members whose workers are all quiet have reported of their connections, by id; not who or for how long."""
-    number = view.header.round
-    nodes = {id_: view.nodes[id_] for id_ in view.members if id_ in view.nodes}
-    return {
-        id_: Reach(node.addresses, tuple(Silent(joint_evidence.NO_RANK, address, 0.0) for address in node.silent))
-        for id_, node in nodes.items()
-        if node.quiet == number and node.done < number
-    }
-
-
 def addressed(view: View) -> dict[str, Reach]:
     """Return the members' addresses, by id: some have nothing to report of a round in which others missed them.
 
@@ -265,10 +253,6 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
     if len(done) == len(view.members):
         return End(State.DONE, "all workers have finished")
-    if (reason := _hangs(view)) is not None:
-        if view.finished_at is not None and now < view.finished_at + topics.CLAIMS_S:
-            return Wait(topics.MAY_BE_OLD, view.finished_at + topics.CLAIMS_S)
-        return End(State.BROKEN, reason, EndKind.STALLED)
     if done:
         return Wait("running")
     if (drained := _drains(view, limits, view.members)) is not None:
@@ -304,18 +288,6 @@ def _amended(header: Header) -> str:
 
 def _reasons(header: Header, ids: Sequence[str]) -> str:
     return "; ".join(dict.fromkeys(each.reason for each in header.drains if each.node in ids))
-
-
-def _hangs(view: View) -> str | None:
-    """Return why the job hangs; None if it does not: all nodes stall or are quiet, and two cannot reach each other."""
-    number = view.header.round
-    nodes = [view.nodes[id_] for id_ in view.members if view.nodes[id_].done < number]
-    if any(node.quiet != number and topics.STALLED.of(node.board, number) is None for node in nodes):
-        return None
-    cut = next(iter(joint_evidence.find_cuts(reaches(view))), None)
-    if cut is None:
-        return None
-    return f"{topics.NO_PROGRESS}: node {drains.host_of(cut.node)} gets no answer from node {drains.host_of(cut.other)}"
 
 
 def _between_rounds(view: View, limits: Limits, now: float) -> Action:

@@ -36,7 +36,6 @@ def cut_of(*hosts, progress=False, **more):
 
 KEY, SEGV = of("KeyError"), of(signal="SIGSEGV")
 CUT = of(hang=True, cuts=(("n1", "n2"),), first_step_done=False)
-CUTS_APART = of(hang=True, cuts=(("n1", "n2"), ("n3", "n4")), first_step_done=False)
 NETWORK, SILENT = of("ConnectionError"), of(exit_code=1, first_step_done=False)
 OWN, OWN_LATER = of("my.Trouble", "x", first_step_done=False), of("my.Trouble", "x")
 IN_S3TRANSFER = ("train.py:9 in save", ".../site-packages/s3transfer/upload.py:3 in submit")
@@ -226,30 +225,10 @@ UNMOVED = replace(SAME_HERE, moved=False)
         (OWN, (Precedent(True, True, "n2"),), None, "restart", "unknown", "no-evidence", None),
         (OWN, (Precedent(True, False, "n2", True),), None, "restart", "unknown", "no-evidence", None),
         (OWN_LATER, (SAME_THERE,), None, "restart", "unknown", "no-evidence", None),
-        # two hosts that cannot reach each other: the second time one leaves, if nothing was done in between
+        # two hosts that cannot reach each other
         (CUT, (), (3, 2), "restart", "network", "network-cut", None),
-        (CUT, (Precedent(False, False, "n1"),), (3, 2), "restart", "network", "network-cut", None),  # no cut
-        (CUT, (cut_of("n1", "n2"),), (3, 2), "replace_node", "network", "cut-again", 69),
-        (CUT, (cut_of("n1", "n3"),), (3, 2), "replace_node", "network", "cut-again", 69),
-        (CUT, (cut_of("n2", "n3"),), (3, 2), "restart", "network", "network-cut", None),
-        (CUT, (cut_of("n1", "n2", progress=None),), (3, 2), "restart", "network", "network-cut", None),
-        (CUT, (cut_of("n1", "n2", progress=None, recent=True),), (3, 2), "replace_node", "network", "cut-again", 69),
-        (CUT, (cut_of("n1", "n2", progress=True, recent=True),), (3, 2), "restart", "network", "network-cut", None),
-        (CUT, (cut_of("n1", "n2", first_step_done=True),), (3, 2), "replace_node", "network", "cut-again", 69),
-        (
-            CUT,
-            (cut_of("n1", "n2", first_step_done=False),),
-            (3, 2),
-            "restart",
-            "network",
-            "network-cut",
-            None,
-        ),  # are they counted?
-        (CUT, (cut_of("n1", "n2", first_step_done=False, recent=True),), (3, 2), "replace_node", "network", "cut-again", 69),
-        (CUT, (cut_of("n1", "n2", progress=True),), (3, 2), "restart", "network", "network-cut", None),
-        (CUT, (cut_of("n2", "n3"), cut_of("n1", "n2")), (3, 2), "restart", "network", "network-cut", None),
-        (CUT, (cut_of("n2", "n3", progress=True), cut_of("n1", "n2")), (3, 2), "replace_node", "network", "cut-again", 69),
-        (CUTS_APART, (cut_of("n1", "n2"),), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n1", "n2"),), (3, 2), "restart", "network", "network-cut", None),
+        (CUT, (cut_of("n1", "n3"),), (3, 2), "restart", "network", "network-cut", None),
         (CUT, (cut_of("n1", "n2"),), (2, 2), "restart", "network", "network-cut", None),
         (CUT, (cut_of("n1", "n2"),) * 2, (2, 2), "stop", "network", "ceiling", 75),
         # decided by the table
@@ -340,11 +319,6 @@ DECIDED_BY = {
         (of(exit_code=75), (SAME_HERE,) * 5, EIGHT),
         (of(exit_code=75), (SAME_THERE,) * 9, Nodes(1, 1)),
         (of(exit_code=75), (OTHER, *(SAME_HERE,) * 5), NODES_UNKNOWN),
-    ],
-    "cut-again": [
-        (CUT, (cut_of("n1", "n2"),), EIGHT),
-        (CUT, (cut_of("n1", "n3"),), NODES_UNKNOWN),
-        (CUT, (cut_of("n1", "n2", progress=None, recent=True),), EIGHT),
     ],
     "all-wait-again": [
         (WAITS, (STEP_AGAIN,), EIGHT),

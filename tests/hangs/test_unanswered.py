@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,14 +16,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.hangs import unanswered
-from elastic_ext.hangs.detector import WorkerStatus
-from elastic_ext.hangs.unanswered import Reachability, TcpConnection, Unanswered
-from elastic_ext.hangs.watch import QuietWatch
-from elastic_ext.workers import progress_layout as layout
-from elastic_ext.workers.progress import ProgressTable
+from elastic_ext.hangs.unanswered import TcpConnection, Unanswered
 from tests.etcd_server import EtcdServer
-from tests.hangs import rows
-from tests.jobs import SCRIPTS, TIMEOUT_S, TORCHRUN, Finished, Job
+from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
 from tests.networks import SERVER, Network, network
 from tests.until import until
 
@@ -55,22 +48,20 @@ def test_for_how_long(connection, for_s):
     assert connection.unanswered_s == pytest.approx(for_s)
 
 
-def test_the_reach_of_a_node():
-    """Its own addresses, and per silent address the longest wait of a worker; nothing of what is valid on this host only."""
-    other = replace(SENT, peer="10.0.0.3", timeout_s=6.528, left_s=3.0, retransmissions=5, backoff=5)
+def test_the_silent_hosts_of_a_node():
+    """Per address the longest wait of a worker; nothing of what is valid on this host only, and not the tries of a moment."""
+    other = replace(SENT, peer="10.0.0.3", left_s=8.0)
     own = [replace(SENT, peer=address) for address in (HERE, "127.0.0.1", "::1", "fe80::1")]
-    idle = [TcpConnection(2, address, "0.0.0.0", 0) for address in ("0.0.0.0", "127.0.0.1", "fd00::1")]
-    reach = unanswered.reach_of({4: [other, *own, *idle], 5: [replace(other, left_s=1.0), SENT]})
-    assert reach.addresses == (HERE, "fd00::1")
-    assert [(each.rank, each.address) for each in reach.unanswered] == [(5, THERE), (5, "10.0.0.3")]
-    assert reach.unanswered[0].text == "rank 5 gets no answer from 10.0.0.2 (port 99) for 19.6 s"
-    assert unanswered.lasting(reach, 15.0) == Reachability(reach.addresses, reach.unanswered[:1])
+    brief = replace(SENT, peer="10.0.0.4", timeout_s=6.528, left_s=3.0, retransmissions=5, backoff=5)
+    found = unanswered.silent_hosts({4: [other, *own, brief], 5: [replace(other, left_s=7.0), SENT]})
+    assert [(each.rank, each.address) for each in found] == [(5, THERE), (5, "10.0.0.3")]
+    assert found[0].text == "rank 5 gets no answer from 10.0.0.2 (port 99) for 19.6 s"
 
 
 @pytest.mark.parametrize(
     ("other", "silent_s"),
     [
-        (TcpConnection(3, HERE, THERE, 80, acked_s=0.3), 0.3),  # the host answers on another port
+        (TcpConnection(3, HERE, THERE, 80, acked_s=0.3), None),  # the host answers on another port
         (TcpConnection(3, HERE, THERE, 80, acked_s=21.0), 19.6),
         (TcpConnection(3, HERE, THERE, 80, connecting=True, acked_s=0.0), 19.6),  # says nothing
         (TcpConnection(3, "10.1.0.1", THERE, 80, acked_s=0.3), 19.6),  # another way
@@ -79,68 +70,8 @@ def test_the_reach_of_a_node():
 )
 def test_an_acknowledgement_ends_a_hosts_silence(other, silent_s):
     for ranks in ({4: [SENT, other]}, {4: [SENT], 5: [other]}):
-        assert [each.for_s for each in unanswered.reach_of(ranks).unanswered] == [pytest.approx(silent_s, abs=0.1)]
-
-
-@pytest.mark.parametrize(("fixed_s", "explains"), [(None, [10.5]), (600.0, [10.5]), (4.0, [10.5, 6.3])])
-def test_what_explains_a_hang(fixed_s, explains):
-    """Not the few tries of a moment of loss, when something else hangs."""
-    reach = Reachability((HERE,), tuple(Unanswered(0, THERE, 99, for_s) for for_s in (10.5, 6.3, 1.4)))
-    assert [each.for_s for each in unanswered.explaining(reach, fixed_s).unanswered] == explains
-
-
-def worker(rank: int = 0, quiet_s: float = 16.0, **more) -> WorkerStatus:
-    return WorkerStatus(rank, **{"steps": 10, "quiet_s": quiet_s, "working": False, "state": "S", **more})
-
-
-@pytest.mark.parametrize(
-    ("changes", "quiet"),
-    [
-        ({}, True),
-        ({"steps": 0}, True),  # in init_process_group
-        ({"quiet_s": 14.9}, False),
-        ({"working": True}, False),
-        ({"working": None}, False),
-        ({"asleep_in_kernel": True}, False),
-        ({"debugged": True}, False),
-        ({"known": False}, False),
-        ({"phase": "eval"}, False),
-        ({"phase": "checkpoint"}, False),
-        ({"phase": "data"}, True),
-    ],
-)
-def test_who_is_quiet(changes, quiet):
-    assert unanswered.is_quiet([worker(), worker(1, **changes)], 15.0) is quiet
-    assert not unanswered.is_quiet([], 15.0)
-
-
-@pytest.mark.parametrize(
-    ("gaps", "fixed_s", "limit_s"),
-    [
-        ((), None, 17),
-        ((0,) * 10 + (500,), None, 17),  # steps of up to 1 s
-        ((0,) * 14 + (500,), None, 32.768),  # of 8 to 16 s
-        ((0,) * 14 + (500,), 4.0, 4),
-        ((), 600.0, 600),  # whoever sets a longer one, has a network that comes back
-    ],
-)
-def test_the_limit(gaps, fixed_s, limit_s):
-    assert unanswered.limit_s([worker(), worker(1, gaps=gaps)], fixed_s) == pytest.approx(limit_s)
-
-
-def test_the_next_look_is_at_possible_news():
-    reach = Reachability((HERE,), (Unanswered(0, THERE, 99, 12.5),))
-    for quiet_s, known, next_s in (
-        (1.0, None, 6.5),
-        (7.5, None, 7.5),
-        (16.0, None, 7.5),
-        (16.0, reach, 2.5),
-        (20.0, Reachability(), 3),
-    ):
-        assert unanswered.next_check_s([worker(quiet_s=quiet_s)], 15.0, known) == pytest.approx(next_s)
-    assert unanswered.next_check_s([worker(quiet_s=16.0)], 4.0, Reachability()) == 2
-    assert not unanswered.needs_stats([worker(quiet_s=6.0)], 15.0)
-    assert unanswered.needs_stats([worker(quiet_s=7.5)], 15.0)
+        expected = [] if silent_s is None else [pytest.approx(silent_s, abs=0.1)]
+        assert [each.for_s for each in unanswered.silent_hosts(ranks)] == expected
 
 
 # Real ones.
@@ -156,6 +87,7 @@ CONNECT = """
 import os, socket, sys
 from elastic_ext.hangs import process_stats, unanswered
 from tests.hangs.test_unanswered import told
+unanswered.EXPLAINS_S = 1.0
 address = sys.argv[1], int(sys.argv[2])
 unanswered.RETRANSMISSIONS = 3
 late = socket.socket()
@@ -167,31 +99,12 @@ for line in sys.stdin:
         first.sendall(b"x")
         late.connect_ex(address)
     own = process_stats.open_sockets([os.getpid()])[os.getpid()]
-    print(told(unanswered.reach_of(process_stats.connections({7: own}))), flush=True)
-"""
-WATCH = """
-import sys
-from tests.hangs.test_unanswered import claim, told
-print(told(claim(int(sys.argv[1]), sys.argv[2])))
+    print(told(unanswered.silent_hosts(process_stats.connections({7: own}))), flush=True)
 """
 
 
-def told(reach: Reachability) -> str:
-    return " ".join([*reach.addresses, *(f"{each.rank}:{each.address}:{each.for_s:.2f}" for each in reach.unanswered)])
-
-
-def claim(pid: int, path: str) -> Reachability:
-    """Watch a worker that has done nothing since its third step, until the watch calls it quiet."""
-    board = ProgressTable(path, 1)
-    rows.write(path, 0, {layout.PID: pid, layout.STEPS: 3, layout.SIGN_NS: time.monotonic_ns()})
-    unanswered.UNANSWERED_S, unanswered.RETRANSMISSIONS = 1.5, 3
-    watch, pause = QuietWatch(board, {0: 7}, None), threading.Event()
-    while watch.reach is None:
-        pause.wait(watch.next_check_s())
-        watch.check({0: pid})
-    unanswered.EXPLAINS_S = 1000.0  # if the job hung for another reason now
-    assert watch.examine({0: pid}) == Reachability(watch.reach.addresses)
-    return watch.reach
+def told(silent: list[Unanswered]) -> str:
+    return " ".join(f"{each.rank}:{each.address}:{each.for_s:.2f}" for each in silent)
 
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces, which only root may")
@@ -200,7 +113,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="makes namespaces, which o
 @pytest.mark.full
 @as_root
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "peer-stopped"])
-def test_only_a_peer_without_kernel_is_silent(tmp_path, cut):
+def test_only_a_peer_without_kernel_is_silent(cut):
     with network(2) as net, connected(net) as (server, client):
         one, other = net.hosts
         if cut:
@@ -208,15 +121,11 @@ def test_only_a_peer_without_kernel_is_silent(tmp_path, cut):
         else:
             os.kill(server.pid, signal.SIGSTOP)
         looks = until_told(client, cut)
-        command = [*one.inside, sys.executable, "-c", WATCH, str(client.pid), str(tmp_path / "progress")]
-        claimed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=TIMEOUT_S).stdout.split()
-    for found, least_s in ((looks, 1.0), (claimed, 1.5)):
-        assert found[0] == one.address
-        assert len(found) == 1 + cut
-        if cut:
-            rank, address, for_s = found[1].split(":")
-            assert (rank, address) == ("7", other.address)
-            assert float(for_s) > least_s
+    assert len(looks) == cut
+    if cut:
+        rank, address, for_s = looks[0].split(":")
+        assert (rank, address) == ("7", other.address)
+        assert float(for_s) > 1.0
 
 
 @contextmanager
@@ -252,7 +161,7 @@ def until_told(client: subprocess.Popen[str], cut: bool) -> list[str]:
 
     def enough() -> bool:
         looks.append(told_by(client, "look").split())
-        return len(looks[-1]) > 1 or (not cut and time.monotonic() > begun + 2)
+        return len(looks[-1]) > 0 or (not cut and time.monotonic() > begun + 2)
 
     until(enough)
     return looks[-1]
@@ -303,31 +212,23 @@ def finished(tmp_path: Path, jobs: list[Job]) -> list[Finished]:
 
 @as_root
 @pytest.mark.full
-@pytest.mark.parametrize(("backend", "cut"), [("ext_etcd", (0, 2)), ("ext_c10d", (1, 2))], ids=["etcd", "c10d"])
-def test_two_mutually_unreachable_hosts_are_named_one_leaves(tmp_path, backend, cut):
-    """With the limits that users have: the first hang would take a minute, the second one, before any step, half an hour.
-
-    cut: by rank. Rank 0 serves the store of the round; on etcd another one takes its place before the second hang. On ext_c10d it
-    has the store of the job, too: who does not reach that is not in the job.
-    """
+@pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
+def test_two_mutually_unreachable_hosts_are_named(tmp_path, backend):
+    """All three ranks wait in one collective of gloo, and only rank 0 and 2 reach all others. Once mended, the job trains on."""
     with job_of_three(tmp_path, backend) as (net, jobs):
-        one, other = cut
-        net.cut(net.hosts[one], net.hosts[other])
-        left = jobs[other].finish()
-        stay = jobs[:2]
-        for job in stay:
-            job.wait_for(r'"world": 2')
-        done = finished(tmp_path, stay)
-    pair = rf"rank \d on (h{one}|h{other}) gets no answer from (h{one}|h{other}), the host of rank \d"
-    for each in (left, *done):
+        one, other = net.hosts[1:]
+        net.cut(one, other)
+        for job in jobs:
+            job.wait_for("restart 1 of 3")
+        net.mend(one, other)
+        for job in jobs:
+            job.wait_for('"world": 3', count=2)
+        done = finished(tmp_path, jobs)
+    assert [each.returncode for each in done] == [0, 0, 0], [each.err for each in done]
+    pair = r"rank \d on (h1|h2) gets no answer from (h1|h2), the host of rank \d \(10.213.\d.2\), for \d+"
+    for each in done:
+        assert re.search(rf"restart: (on h\d: )?{pair}.*network-cut", each.err), each.err
         assert each.err.count("the workers get GLOO_SOCKET_IFNAME=net0, the interface of 10.213.") == 1, each.err
-        assert len(re.findall(r"is over: .* gets no answer from node h\d", each.err)) == 2, each.err
-        assert re.search(rf"restart: (on h\d: )?{pair}.*restart 1 of 3", each.err), each.err
-        assert re.search(f"{pair}.*; h{other} leaves", each.err), each.err
-    assert left.returncode == 69
-    assert [each.returncode for each in done] == [0, 0], [each.err for each in done]
-    verdict = json.loads((tmp_path / f"verdict-{other}").read_text())
-    assert (verdict["host"], sorted(verdict["cut"])) == (f"h{other}", sorted((f"h{one}", f"h{other}")))
 
 
 # What NCCL raises where a host no longer acknowledges over InfiniBand: on another one in each round.
@@ -351,14 +252,14 @@ dist.barrier()
 @as_root
 @pytest.mark.full
 @pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
-def test_a_host_missed_over_nccl_leaves_second_time(tmp_path, backend):
+def test_a_host_missed_over_nccl_is_named(tmp_path, backend):
     script = tmp_path / "nccl.py"
     script.write_text(NCCL)
     with job_of_three(tmp_path, backend, script) as (_, jobs):
         done = [job.finish() for job in jobs]
-    assert [each.returncode for each in done] == [0, 69, 0], "\n---\n".join(each.err for each in done)
+    assert [each.returncode for each in done] == [0, 0, 0], "\n---\n".join(each.err for each in done)
     for each in done:
         assert re.search(r"restart: .*rank 0 on h0 gets no answer from h1\b.* \(10.213.2.2\).*restart 1 of 3", each.err), each.err
-        assert re.search(r"rank \d on h2 gets no answer from h1\b.*; h1 was cut off like this before; h1 leaves", each.err), (
+        assert re.search(r"restart: .*rank \d on h2 gets no answer from h1\b.* \(10.213.2.2\).*restart 2 of 3", each.err), (
             each.err
         )

@@ -381,7 +381,7 @@ class Job:
         ids = [each.name for each in self.agents] or ["n0"]
         key = self.random.choice([*map(KEYS.node, ids), *map(KEYS.assignment, ids), KEYS.job, KEYS.header, KEYS.ledger])
         self.note(f"{key} is overwritten")
-        self._operator.txn([], [Put(key, self.random.choice(["", "{}", '{"schema": 1}']))])
+        self._operator.txn([], [Put(key, self.random.choice(["", "{}", '{"schema": 2}']))])
 
     def set_up_store(self) -> None:
         self.note("the store is set up again")

@@ -12,8 +12,7 @@ from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.waits import Lasting
 from elastic_ext.failures.classify import classify
-from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.failures.joint_evidence import Reach, Silent
+from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.ledger import Ledger, Report, decode_ledger, decode_verdict, encode_ledger, encode_report
 from elastic_ext.failures.policy import Decision
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
@@ -68,24 +67,6 @@ def test_a_name_of_several_machines_is_not_refused(ambiguous: tuple[str, ...], r
 def test_failures_of_namesakes_are_counted_apart(ambiguous: tuple[str, ...], response: Response) -> None:
     decision = with_progress(agent_policy(), 3, "SIGSEGV", 2048, min_nodes=2000, ambiguous=frozenset(ambiguous))
     assert decision.response is response
-
-
-@pytest.mark.parametrize(("ambiguous", "rule"), [((), "cut-again"), (("c",), "network-cut")])
-def test_cuts_of_namesakes_are_counted_apart(ambiguous: tuple[str, ...], rule: str) -> None:
-    """The node that others miss has nothing to report itself."""
-    policy, ledger = agent_policy(), ""
-    gone = RaisedException("torch.distributed.DistBackendError", "NCCL error: remote process exited")
-    for number, host in enumerate("ab", 1):
-        found = classify(Evidence(rank=number, exception=gone, step=5, first_step_done=True, node=host))
-        told = encode_report(Report(host, found, resumed_at=0, reach=Reach((), (Silent(number, "10.0.0.3", 0.0),))))
-        there = {"c-1-aaaaaa": Reach(("10.0.0.3",))}
-        reports = RoundReports(
-            number, {f"{host}-1": told}, {f"{host}-1": number}, {}, 4, there, min_nodes=3, ambiguous=frozenset(ambiguous)
-        )
-        judged = policy.judge(reports, ledger)
-        ledger = judged.ledger
-    verdict = decode_verdict(judged.verdict)
-    assert (verdict.decision.rule, verdict.node, verdict.host) == (rule, "c-1-aaaaaa", "c")
 
 
 def test_too_few_without_a_report_are_requeued() -> None:

@@ -141,7 +141,7 @@ def is_marker(event: Event) -> bool:
 
 
 def is_claim(event: Event) -> bool:
-    """A node that is there writes its record again, mostly to claim that its workers are quiet: here they wait at a gate."""
+    """A node that is there writes its record again, mostly to claim that its workers stall: here they wait at a gate."""
     return b"/nodes/" in event.kv.key and event.kind == "put" and event.kv.create_revision != event.kv.mod_revision
 
 

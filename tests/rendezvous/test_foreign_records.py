@@ -37,7 +37,7 @@ PREFIX = JobKeys("job").prefix
 DEEP = b"[" * 100_000
 LEDGER, VERDICT = judge({"a": report("ha", "NameError", "x")}, Ledger(), RULES, 3)
 GOOD: dict[str, bytes] = {
-    "job": b'{"schema": 1, "min_nodes": 1, "max_nodes": 2}',
+    "job": b'{"schema": 2, "min_nodes": 1, "max_nodes": 2}',
     "round": round_records.encode(Header(3, State.CLOSED, 1, 1, "h", 9, "why", "seal", job.encode_verdict(VERDICT))),
     "nodes/a": round_records.encode(Node(3, 1, "r", "h", 9, report=job.encode_report(report("ha", signal="SIGKILL")))),
     "assign/a": round_records.encode(Assignment(3, 0, 0, 0, 1, "seal")),

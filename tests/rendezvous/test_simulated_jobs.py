@@ -22,7 +22,6 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import Delete, Put, Unavailable
-from elastic_ext.failures.joint_evidence import Reach, Silent
 from elastic_ext.failures.ledger import (
     JobStopped,
     JobVerdict,
@@ -51,7 +50,7 @@ TTL_S = 10
 JOBS = int(os.environ.get("ELASTIC_EXT_TEST_JOBS", 200))
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", 0))
 PARTS = 4
-GARBLED = ["", "{}", '{"schema": 1}', '{"schema": 2}', '{"schema": 3}']
+GARBLED = ["", "{}", '{"schema": 2}', '{"schema": 3}']
 
 
 def no_answer() -> None:
@@ -175,12 +174,12 @@ def test_what_was_said_last_stays_said():
 def test_what_is_said_again_is_not_written():
     """Agents repeat their claims at each check."""
     few = Few("a")
-    node, reach = few.nodes["a"], Reach(("10.0.0.1",), (Silent(0, "10.0.0.2", 20.0),))
-    node.part.report_quiet(reach)
-    few.until_says("a", lambda said: said.quiet == 1)
+    node = few.nodes["a"]
+    node.part.post(topics.STALLED, topics.Stalled(1))
+    few.until_says("a", lambda said: topics.STALLED.of(said.board, 1) is not None)
     before = few.client.get(KEYS.node("a")).kv
     for _ in range(5):
-        node.part.report_quiet(reach)
+        node.part.post(topics.STALLED, topics.Stalled(1))
     node.part.post(topics.SAVED, SAVED)
     few.until_says("a", has_saved)
     assert few.client.get(KEYS.node("a")).kv.version == before.version + 1
@@ -503,7 +502,7 @@ def test_a_job_of_too_few_is_requeued(lost):
 @pytest.mark.parametrize("blank", ["", " "])
 def test_a_job_begins_over_a_record_without_lease(blank):
     few = Few("", Limits(1, 1, 0.0), joined=False)
-    few.client.put(KEYS.job, '{"schema": 1, "min_nodes": 1, "max_nodes": 1' + blank + "}")
+    few.client.put(KEYS.job, '{"schema": 2, "min_nodes": 1, "max_nodes": 1' + blank + "}")
     few.nodes["a"] = few.add("a")
     few.until_round(1)
     assert few.client.get(KEYS.job).kv.lease_id == few.client.get(KEYS.header).kv.lease_id != 0
@@ -570,7 +569,7 @@ def test_the_jobs_name_stays_and_others_differ():
     assert few.nodes["b"].participant.header.job not in ("", name)
 
 
-OTHERS = '{"schema": 1, "min_nodes": 7, "max_nodes": 9}'
+OTHERS = '{"schema": 2, "min_nodes": 7, "max_nodes": 9}'
 THEIRS = Header(3, State.RUNNING, 7, 7, "h", 9, "others", "s", job="another")
 
 

@@ -66,7 +66,7 @@ def test_the_newest_silent_connections_stay(connections, ended):
     ]
 
 
-# Arguments: the port, how many connections to hold, and "tls" if each begins TLS and stops. One that is ended is made again.
+# Arguments: the port, how many connections to hold, and "tls" if each begins TLS. One that is ended is made again.
 HOLD = """
 import contextlib, selectors, socket, ssl, sys
 from elastic_ext.base import open_files

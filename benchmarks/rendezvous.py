@@ -7,7 +7,7 @@ that this measures requests and not 4,096 interpreters: no stores, no links. han
 stock. Embedded: on the store of ext_c10d, which is made for 64 nodes at most, instead of etcd.
 
     form      all start at once, until the last one has its rank
-    re-join   one node leaves (its lease is revoked, as the reaper does when an agent dies), until all others have their ranks in
+    re-join   one node leaves (its lease is revoked, as by another node when an agent dies), until all others have their ranks in
               the next round
 
 etcd counts the operations: every message that it received, also on streams. Bytes are those of its messages in both directions,

@@ -483,7 +483,7 @@ class RoundStart:
                 self._started(pid)
             processes = WorkerProcesses(pids, own_groups())
             undo.callback(processes.close)
-            companions.reaper.watch(pids.values(), self._handler.revocation())
+            companions.reaper.watch(pids.values())
             companions.host.round_started(pids.values())  # earlier events have nothing to do with this round
             running = self._make_round(processes, progress, resumed, own_groups())
             undo.pop_all()

@@ -1,8 +1,7 @@
 """What passes between subpackages that do not know each other, or between their processes.
 
-The channel on which nodes agree on a checkpoint, which each rendezvous implements and `checkpoints.choice` uses; the lease to
-revoke, which the rendezvous names and the reaper revokes; and the environment variables by which an agent informs its workers
-and its copier about checkpoints. The agent sets all of these.
+The channel on which nodes agree on a checkpoint, which each rendezvous implements and `checkpoints.choice` uses; and the
+environment variables by which an agent informs its workers and its copier about checkpoints. The agent sets all of these.
 
 The variables, version 1: some may be added, but never change their meaning. With `checkpoint_dir` set, a worker finds:
 
@@ -23,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol
 
 CHECKPOINT_DIR = "ELASTIC_EXT_CHECKPOINT_DIR"
 LOCAL_DIR = "ELASTIC_EXT_LOCAL_DIR"
@@ -108,22 +107,3 @@ class SingleNode:
 
     def choice(self, timeout_s: float) -> str:
         raise AssertionError("the only node is node 0")
-
-
-class LeaseRevocation(TypedDict):
-    """An etcd lease to revoke. It travels as JSON in the `will` message of the reaper's protocol and is part of its version.
-
-    Keys:
-        endpoints: URLs of etcd's members, tried in turn.
-        lease: the lease's ID.
-        ca, cert, key: paths of PEM files for TLS; None or "" if not used.
-        user, password: for etcd's authentication; None or "" if not used. They go through the reaper's pipe only.
-    """
-
-    endpoints: list[str]
-    lease: int
-    ca: str | None
-    cert: str | None
-    key: str | None
-    user: str | None
-    password: str | None

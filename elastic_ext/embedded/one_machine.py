@@ -280,9 +280,6 @@ class OneMachine(contract.Base):
     def observe_etcd(self, observer: CallObserver) -> None:
         """Return None: there is no etcd."""
 
-    def revocation(self) -> None:
-        """Return None: there is no other node."""
-
     def replace_host(self, host: str, reason: str, because: str) -> drains.Admission:
         return drains.Admission(drains.Answer.TOO_FEW, "there is one node only", Header())
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
 
-from elastic_ext.base.contracts import Exchange, LeaseRevocation
+from elastic_ext.base.contracts import Exchange
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
@@ -154,9 +154,6 @@ class Rendezvous(Protocol):
     @property
     def link_fds(self) -> tuple[int, ...]:
         """Descriptors for the reaper to inherit: while a process has them open, the other nodes do not take this one for dead."""
-
-    def revocation(self) -> LeaseRevocation | None:
-        """Return what the reaper needs to take this node out of the job if the agent is killed; None if it needs nothing."""
 
     def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None] | None:
         """Let `observer` hear of all calls to etcd. Return None on a backend without etcd.

@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore
 from torch.distributed.elastic import rendezvous
 from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE
 
-from elastic_ext.base import contracts, errors, goodput, name_lookup, records
+from elastic_ext.base import errors, goodput, name_lookup, records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, Compare, EtcdClient, EtcdError, Get, LeaseLost, Put, unchanged, values
@@ -338,9 +338,6 @@ class EtcdRendezvous(contract.Base):
     def observe_etcd(self, observer: CallObserver) -> Callable[[], float | None]:
         self._place.participant.client.observe(observer)
         return self._place.alive_until
-
-    def revocation(self) -> contracts.LeaseRevocation | None:
-        return self._place.revocation()
 
     def show(self, report: str, last: bool) -> None:
         """Write it under this node's lease; if the job has ended, so that it outlives the node. Raises EtcdError."""

@@ -50,8 +50,8 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
 
 Leases:
 
-    node    one for each agent, of `lease_ttl` seconds. Revoked by the node when it leaves, by the reaper if the agent is killed,
-            by another node if both are.
+    node    one for each agent, of `lease_ttl` seconds. Revoked by the node when it leaves, by another node if its agent is
+            killed (`links`).
     job     one for each job, three times as long, renewed by the leader.
 
 The first node of a new job deletes what an ended job left under its run id (`JobRecords`). JSON records carry the version

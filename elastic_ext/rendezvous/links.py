@@ -1,13 +1,14 @@
 """Links between agents: TCP connections that end when a node dies as a whole, so that the others know at once.
 
-If only the agent is killed, its reaper takes the node out of the job. If the agent, its reaper and its workers die at one instant
-(`kubectl delete --force`, a container out of memory, SIGKILL to a job step), only the lease would show it. But the kernel of that
-host lives on and closes their connections. So each agent keeps a link to one or two other nodes of its round
+If an agent is killed, alone (its reaper then kills what it has started, and ends), or with its reaper and its workers at one
+instant (`kubectl delete --force`, a container out of memory, SIGKILL to a job step), only the lease would show it. But the kernel
+of that host lives on and closes its connections. So each agent keeps a link to one or two other nodes of its round
 (`rounds.neighbors`), and suspects a node that closes its link without a goodbye. A connection is a link once both sides have
 proved that they are of the job (`handshake`). The agent then connects again:
 
     the node answers              it has not died: nothing happens
-    accepted, but no answer       the reaper still runs, or the agent is frozen: the end of this connection is the next event
+    accepted, but no answer       the reaper still runs, or the agent is frozen: the end of this connection is the next event,
+                                  and counts as the end of the link
     refused                       probably dead: the agent writes its doubt to etcd, where a living node removes it at once. If
                                   it is still there after CONFIRM_S, the record of the node is deleted and its lease revoked
     anything else                 the network may be cut: only the lease can show that
@@ -113,8 +114,10 @@ class Watcher:
             except Exception:  # top of a task: the others go on, and the lease of this node still counts
                 logger.exception("the link to node %s has failed", node_id)
             now = time.monotonic()
-            if end in (LinkEnd.LOST, LinkEnd.RESET):
-                lost_at = now if end is LinkEnd.LOST else -math.inf  # it was linked again, so it lives
+            # After the end of a link, what accepts and never answers is the reaper: it has ended as well, after its work.
+            reaped = end is LinkEnd.UNANSWERED and began < lost_at + SUSPECT_S
+            if reaped or end in (LinkEnd.LOST, LinkEnd.RESET):
+                lost_at = -math.inf if end is LinkEnd.RESET else now  # it was linked again, so it lives
                 hurry_until = now + SUSPECT_S
                 hurried = HURRIED_TRIES if now - began > RETRY_S else hurried
             if hurried and now < hurry_until:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch.distributed.elastic import rendezvous
 
-from elastic_ext.base import contracts, diagnosis, errors, name_lookup, printable, waits
+from elastic_ext.base import diagnosis, errors, name_lookup, printable, waits
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, unchanged, values
@@ -467,27 +467,6 @@ class Place:
             f"{self.take_s:g} s: small messages pass and large ones do not, or the store cannot write to its disk; check the MTU "
             "between the two hosts, and the store; this node leaves"
         )
-
-    def revocation(self) -> contracts.LeaseRevocation | None:
-        """See `contract.Rendezvous`. Secrets go through the reaper's pipe only."""
-        lease_id, _ = self.participant.registration.lease
-        if lease_id is None or self.params.backend != ETCD:  # c10d has no JSON gateway: the reaper ends, which the links report
-            return None
-        settings = self.settings
-        scheme = "https" if settings.etcd_ca or settings.etcd_cert else "http"
-        given = [each.strip() for each in self.params.endpoint.split(",")]
-        bare = [each.rpartition("://")[2].rstrip("/") for each in given]
-        # What the client uses now, if that is something else: members were replaced.
-        endpoints = given + [each for each in self.participant.client.endpoints if each not in bare]
-        return {
-            "endpoints": [each if "://" in each else f"{scheme}://{each}" for each in endpoints],
-            "lease": lease_id,
-            "ca": settings.etcd_ca,
-            "cert": settings.etcd_cert,
-            "key": settings.etcd_key,
-            "user": settings.etcd_user,
-            "password": settings.etcd_password,
-        }
 
     def await_round(self, after: int, on_verdict: Callable[[ledger.JobVerdict], None]) -> tuple[Header, Assignment]:
         """Return the next round after round `after`, and this node's assignment to it.

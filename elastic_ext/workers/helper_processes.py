@@ -5,7 +5,6 @@ The reaper's program and protocol are in `reaper.py`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -14,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from elastic_ext.base.contracts import LeaseRevocation
 from elastic_ext.workers import processes, reaper
 
 logger = logging.getLogger(__name__)
@@ -83,7 +81,6 @@ class Reaper:
         self._run_dir = run_dir
         self._inherited = inherited
         self._workers: list[int] = []
-        self._will: LeaseRevocation | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self.pidfd: int | None = None  # readable once the reaper has ended; None: no reaper runs
         self._cannot_start = False  # logged once
@@ -112,13 +109,9 @@ class Reaper:
         os.set_blocking(process.stdin.fileno(), False)  # a reaper that does not read must not block the agent
         return process
 
-    def watch(self, pids: Iterable[int], will: LeaseRevocation | None = None) -> None:
-        """Send the workers of this round to the reaper.
-
-        will: how to take this node out of the rendezvous if the agent is killed; None: nothing to do.
-        """
+    def watch(self, pids: Iterable[int]) -> None:
+        """Send the workers of this round to the reaper."""
         self._workers = list(pids)
-        self._will = will
         self.revive()
         if self._process is None and not self._cannot_run:
             self._start()
@@ -147,8 +140,6 @@ class Reaper:
 
     def _send_round(self) -> None:
         self._send(" ".join([reaper.WORKERS, *map(str, self._workers)]))
-        if self._will is not None:
-            self._send(f"{reaper.WILL} {json.dumps(self._will)}")
 
     def close(self, clean: bool) -> None:
         """End the reaper. Unless clean, everything that the agent started is dead when this returns."""

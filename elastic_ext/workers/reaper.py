@@ -7,20 +7,18 @@ TOKEN is in the environment of every process that the agent starts for its job; 
 worker starts may have another environment (`env -i`), session and parent (a daemon), and no descriptor of ours. So workers also
 carry a mark that each process inherits, and that no program has a use for: see `mark`.
 
-Wire protocol, version 1: lines on the reaper's standard input. The reaper sends nothing back; the agent only sees it end.
+Wire protocol, version 2: lines on the reaper's standard input. The reaper sends nothing back; the agent only sees it end.
 
     workers PID PID ...    the workers of this round; replaces the previous list (a forked worker may not carry the token)
-    will JSON              how to take this node out of the rendezvous: the keys of `base.contracts.LeaseRevocation`
     end clean              the agent ends well: it left on purpose what is still alive
     end                    the agent ends in any other way: nothing that it started may stay
 
 The reaper inherits the agent's listening socket for links and never uses it: while it is open, the other nodes know that one of
-the two lives (`rendezvous.links`).
+the two lives (`rendezvous.links`). So the reaper's own end is how they learn that nothing of this node runs any more.
 
 The agent's death is also an event: its pidfd becomes readable. After a death or `end`, the reaper kills everything that carries
 the token or the mark, including grandchildren in any session or group, but resource trackers (see `is_tracker`), and removes
-RUN_DIR. After a death, once nothing of the node runs anymore, it revokes the lease, so that the other nodes continue at once.
-A reaper of another version exits with code 1 before it reads a line.
+RUN_DIR. A reaper of another version exits with code 1 before it reads a line.
 """
 
 import os
@@ -34,14 +32,13 @@ TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VERSION = 1
-WORKERS, WILL, END = "workers", "will", "end"  # the first word of a line
+VERSION = 2
+WORKERS, END = "workers", "end"  # the first word of a line
 CLEAN = "clean"
 
 # These are for the agent. The reaper must outlive it, so the agent starts the reaper with them blocked. The last two are Slurm's
 # notices (sbatch --signal), which may go to all processes of a job (proctrack/linuxproc).
 BLOCKED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-REVOKE_TIMEOUT_S = 2.0
 EXEC_S = 0.3  # from a fork to its exec; no event reports the exec
 AGENT_CHECK_S = 1.0  # how often to check whether the agent lives, if no pidfd reports its end
 END_CHECK_S = 0.1
@@ -60,8 +57,6 @@ def main(agent_pid: int, token: str, run_dir: str) -> None:
             which = "is ending" if messages.end else "is gone"
             _log(f"elastic_ext: agent {agent_pid} {which}; killed the processes that it left: {sorted(killed)}")
     shutil.rmtree(run_dir, ignore_errors=True)
-    if not messages.end and messages.will:
-        _revoke_lease(messages.will)
 
 
 def _log(text: str) -> None:
@@ -216,15 +211,12 @@ class Messages:
 
     def __init__(self) -> None:
         self.workers: dict[int, ExactProcess] = {}  # by pid
-        self.will = ""  # JSON, or ""
         self.end = ""  # CLEAN, "dirty", or "" if the agent has not sent `end`
 
     def receive(self, line: bytes) -> None:
         kind, _, rest = line.decode().partition(" ")
         if kind == END:
             self.end = rest or "dirty"
-        elif kind == WILL:
-            self.will = rest
         elif kind == WORKERS:
             for worker in self.workers.values():
                 worker.close()
@@ -323,40 +315,6 @@ def marked(token: bytes, by_environment: bool = True) -> "Iterator[ExactProcess]
                 yield process
         finally:
             process.close()
-
-
-def _revoke_lease(text: str) -> None:
-    """Revoke the lease through etcd's JSON gateway (3.4 and later): this process has no gRPC. text: a LeaseRevocation as JSON."""
-    import json
-    import ssl
-    import urllib.request
-
-    will = json.loads(text)
-    context = None
-    if will["ca"] or will["cert"]:
-        context = ssl.create_default_context(cafile=will["ca"])
-        if will["ca"]:
-            context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as base/tls.py, which this process does not load
-        if will["cert"]:
-            context.load_cert_chain(will["cert"], will["key"])
-
-    def post(url: str, body: dict[str, object], auth: str = "") -> dict[str, str]:
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": auth} if auth else {})
-        with opener.open(request, timeout=REVOKE_TIMEOUT_S) as response:
-            fields: dict[str, str] = json.loads(response.read())
-        return fields
-
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
-    for endpoint in will["endpoints"]:
-        try:
-            auth = ""
-            if will["user"]:
-                auth = post(f"{endpoint}/v3/auth/authenticate", {"name": will["user"], "password": will["password"]})["token"]
-            post(f"{endpoint}/v3/lease/revoke", {"ID": str(will["lease"])}, auth)
-        except (OSError, ValueError, KeyError) as error:
-            _log(f"elastic_ext: cannot revoke lease {will['lease']:x} through {endpoint} ({type(error).__name__})")
-        else:
-            return
 
 
 if __name__ == "__main__":

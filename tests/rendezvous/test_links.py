@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import queue
+import select
 import signal
 import socket
 import threading
@@ -198,6 +199,33 @@ def test_a_silent_node_is_taken_out_once(server, stack, messages):
     Agent(stack, server.endpoint, "c")
     messages.until("linked to node c")
     assert again.links.presence.incoming == 0
+
+
+async def ends_without_a_goodbye(connection: socket.socket, agent: Agent, messages: Messages) -> None:
+    """Take in a link for this agent, and end it as the kernel does for an agent that is killed."""
+    reader, writer = await asyncio.open_connection(sock=connection)
+    _, welcome = await handshake.admit(reader, writer, "job", agent.name, agent.links.key)
+    writer.write(welcome)
+    await in_thread(lambda: messages.until(f"linked to node {agent.name}"))
+    writer.close()
+    await writer.wait_closed()
+
+
+@pytest.mark.seam
+def test_a_slow_reapers_end_shows_its_agents_death(server, stack, messages, monkeypatch):
+    """It has the socket of the agent, as long as workers hold their devices: nobody links meanwhile, nor suspects."""
+    later, reaper = stands_still(monkeypatch, links), stack.enter_context(listen_at("127.0.0.1"))
+    watching, killed = Agent(stack, server.endpoint, "a"), Agent(stack, server.endpoint, "b", answers=False)
+    killed.reached_at(reaper.getsockname()[1])
+    watching.links.follow(["b"])
+    reaper.settimeout(WAIT_S)
+    connection, _ = reaper.accept()
+    asyncio.run(ends_without_a_goodbye(connection, killed, messages))
+    assert select.select([reaper], [], [], WAIT_S)[0], "nobody has connected again"
+    later()
+    reaper.close()
+    messages.until("node b counts as dead")
+    assert not killed.in_job()
 
 
 @pytest.mark.seam

@@ -78,7 +78,6 @@ class HeaderRecord:
         self._outage = outage
         self._on_header, self._on_own_assignment, self._on_lost_record = on_header, on_own_assignment, on_lost_record
         self._heard = 0  # revision of the last event of the header, including its deletion
-        self._unreadable_at = 0  # revision of an unreadable header
 
     def enter(self, found: job_records.JobSnapshot) -> None:
         """Start with the job as this node found it."""
@@ -123,16 +122,9 @@ class HeaderRecord:
                 self._on_lost_record()
 
     def readable(self, kv: values.KeyValue) -> Header:
-        """Decode a header. An unreadable one changes nothing: the known header holds, and the leader writes it again."""
+        """Decode a header. An unreadable one changes nothing: the known header holds, until the next one is written over it."""
         header = self._context.reader.header(kv)
-        if header is None and kv.mod_revision > self._heard:
-            self._unreadable_at = kv.mod_revision
         return header if header is not None else self.value
-
-    @property
-    def unreadable(self) -> bool:
-        """Whether the header in etcd is unreadable; `value` is then the one before it."""
-        return 0 < self._unreadable_at == self.revision
 
     def _saw(self, header: Header, revision: int) -> None:
         if self._take(header, revision) and rounds.precedes(header, self.value):

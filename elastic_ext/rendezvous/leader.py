@@ -105,13 +105,10 @@ class Leader:
         if self._records.any_before:
             return None
         header = self._header
-        if header.unreadable:
-            self.write_header(header.value)
         while True:
             if header.revision == 0 and rounds.needs_restoring(None, header.value):
                 self._upkeep.restore()
             self._members.refresh(now)
-            self._records.clear_overwritten(self._members.ranks)
             view = self._view(now)
             action = rounds.next_action(view, self._limits(view.header), now)
             if view.header.state is State.FORMING:
@@ -408,8 +405,6 @@ class NodeRecords:
         self.configurations = NodeConfigurations(context)
         self._context, self._created = context, created
         self._on_member_of_lost_round = on_member_of_lost_round
-        self._overwritten: dict[str, KeyValue] = {}  # unreadable records, of nodes that this leader has not known
-        self._known: dict[str, tuple[Node, int]] = {}  # the last readable record of each node, and its lease
         self._watch = context.client.watch_with_snapshot(context.keys.nodes, on_item=on_event)
 
     def close(self) -> None:
@@ -426,7 +421,6 @@ class NodeRecords:
                     self._put(event.kv, now)
                 elif (id_ := reader.id_of(folder, event.kv.key)) is not None:
                     self.nodes.pop(id_, None)
-                    self._known.pop(id_, None)
                     self.configurations.forget(id_)
 
     @property
@@ -435,48 +429,27 @@ class NodeRecords:
         return any(self.joined[id_] < self._created for id_ in self.nodes)
 
     def _put(self, kv: KeyValue, now: float) -> None:
-        """Take in a node's record, or what somebody else has put there: that is no node."""
+        """Take in a node's record, or what somebody else has put there: that is no node.
+
+        Over a node's record it is deleted, so that a node that lives writes its record again.
+        """
         id_ = self._context.reader.id_of(self._context.keys.nodes, kv.key)
         if id_ is None:
-            return None
+            return
         node = self._context.reader.node(kv)
         if node is None:
-            return self._put_back(id_, kv)
+            self.nodes.pop(id_, None)
+            if kv.version > 1:
+                self._context.client.txn([unchanged(kv.key, kv.mod_revision)], [Delete(kv.key)])
+            return
         if id_ not in self.nodes:
             self.last_arrival = now
-        self._known[id_] = node, kv.lease_id
         self.nodes[id_] = node
         self.joined[id_] = kv.create_revision
         self.written[id_] = kv.mod_revision
         if node.round:
             self._on_member_of_lost_round()
-        return None
-
-    def _put_back(self, id_: str, kv: KeyValue) -> None:
-        """Put back the last readable record of a node whose record was overwritten, under its lease, so that its end will be
-        seen. Until then the node counts as before. A key that never held a node is not one.
-        """
-        client = self._context.client
-        if id_ not in self._known:
-            self._overwritten[id_] = kv
-            return
-        node, lease_id = self._known[id_]
-        same = unchanged(kv.key, kv.mod_revision)
-        try:
-            client.txn([same], [Put(kv.key, encode(node), lease_id=lease_id)])
-            self.nodes[id_] = node
-            self.joined.setdefault(id_, kv.create_revision)
-        except LeaseLost:  # the lease has ended since, so nothing would delete the intruding record
-            client.txn([same], [Delete(kv.key)])
-
-    def clear_overwritten(self, members: Mapping[str, object]) -> None:
-        """Delete records that were overwritten before this leader had read them: then their nodes write them again.
-
-        Of a node in no round only that shows it: its key was written more than once. What a stranger has put there once stays.
-        """
-        for id_ in [id_ for id_, kv in self._overwritten.items() if id_ in members or kv.version > 1]:
-            kv = self._overwritten.pop(id_)
-            self._context.client.txn([unchanged(kv.key, kv.mod_revision)], [Delete(kv.key)])
+        return
 
 
 class NodeConfigurations:
@@ -572,7 +545,6 @@ class Election:
         self._leads_by = 0  # create revision of the key by which this node leads; 0: it does not
         self._predecessor: Watch | None = None
         self._to_follow: str | None = None  # key of the predecessor, until it is watched
-        self._doubt_until: float | None = None  # its record was overwritten, and has not been put back
 
     def find_predecessor(self, last: KeyValue | None = None) -> None:
         """Lead if no node came before this one; otherwise watch the last one that did (as in etcd's client/v3/concurrency).
@@ -609,7 +581,7 @@ class Election:
 
     def _forget(self) -> None:
         self.close()
-        self._to_follow = self._doubt_until = None
+        self._to_follow = None
 
     def on_timer(self) -> None:
         """Take the leader's look; on any other node, begin to watch the predecessor, or look for another one."""
@@ -620,8 +592,6 @@ class Election:
                 tasks.wake_at(at)
             else:
                 self._look_again()
-        elif self._doubt_until is not None and self._doubt_until <= tasks.now():
-            self._look_again()
         else:
             self.follow()
 
@@ -652,16 +622,11 @@ class Election:
     def _heed(self, records: Sequence[KeyValue | None]) -> None:
         """Handle the end of the predecessor: it is gone (None), or has registered again and is no longer the predecessor.
 
-        One whose record was overwritten has the time of a lease: the leader puts the record back, unless it was the leader's own.
+        One whose record somebody has written over is no node until it has written it again.
         """
-        newest = records[-1]
-        if newest is None or any(kv is None or kv.create_revision > self._registration.created for kv in records):
+        created = self._registration.created
+        if any(kv is None or kv.create_revision > created or not self._is_node(kv) for kv in records):
             self._look_again()
-        elif self._is_node(newest):
-            self._doubt_until = None
-        else:
-            self._doubt_until = self._context.tasks.now() + self._context.config.lease_ttl_s
-            self._context.tasks.wake_at(self._doubt_until)
 
     def _nodes_until_own(self) -> Sequence[KeyValue]:
         """Read this node's key and the one created last before it.

@@ -118,7 +118,7 @@ class Registration:
         self._context.tasks.post(lambda: self._on_created(last) if revision == self.created else None)
 
     def write_again(self, node: Node) -> None:
-        """Write this record although etcd had it: the key is gone or overwritten."""
+        """Write this record although etcd had it: the key is gone."""
         self.node = node
         self._written = None
         self.write()
@@ -205,19 +205,25 @@ class OwnAssignment:
         if header.state is State.RUNNING and assignment is not None:
             self.joined = (header, assignment)
             self._on_joined()
-        elif header.state is State.BROKEN and assignment is None:
+        elif self._is_lost:
             self._context.tasks.retry(self._give_up_lost_round, LOST_S)
-        elif header.state is State.BROKEN or (header.state is State.RUNNING and self._unreadable):
+        elif header.state is State.BROKEN:
             self._wait_for_next_round()
 
+    @property
+    def _is_lost(self) -> bool:
+        """Whether this node cannot know if it is in the round: nothing is there once that is over, or nothing readable."""
+        state = self._header.value.state
+        return self.current is None and (state is State.BROKEN or (state is State.RUNNING and self._unreadable))
+
     def _give_up_lost_round(self) -> None:
-        """Wait for the next round if this one is still over, and none has come.
+        """Wait for the next round if no assignment to this one, and no later one, has come.
 
         A member whose assignment was lost never learns that it is one, and the others wait until it has left that round. Usually
         a node without an assignment is a spare, and the next round comes before each of them has written that.
         """
         node, header = self._registration.node, self._header.value
-        if node is not None and self.joined is None and node.after < header.round and header.state is State.BROKEN:
+        if node is not None and self.joined is None and node.after < header.round and self._is_lost:
             self._wait_for_next_round()
 
     def _wait_for_next_round(self) -> None:

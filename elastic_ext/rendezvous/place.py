@@ -274,7 +274,8 @@ class RecordRepair:
                         with this job. Meanwhile the leader compares who comes with the members: no round grows by a stranger
         last, ledger, charges, refused: lost records are forgotten
 
-    Invariant: each of these writes is conditional on the record still being missing.
+    Invariant: each of these writes is conditional on the record still being missing. What somebody else has written over a record
+    is logged and passed over, and costs a restart at most: the next write of its owner replaces it.
 
     A running round goes on meanwhile: a node acts on the header that it remembers, and a leader that was in the outage gives the
     members time to come back (`Outage.returning_until`) before it breaks the round.
@@ -333,12 +334,11 @@ class RecordRepair:
     def _restore_assignment(self, found: values.KeyValue | None) -> None:
         context, header = self._context, self._header
         assignment = self._assignment.current
-        if assignment is None or (found is not None and context.reader.assignment(found) is not None):
+        if assignment is None or found is not None:
             return
         key = context.own_assignment_key
-        same = unchanged(key, found.mod_revision if found is not None else 0)
         put = Put(key, encode(assignment), lease_id=header.lease_id)
-        if not context.client.txn([same, header.unchanged], [put]).succeeded:
+        if not context.client.txn([unchanged(key, 0), header.unchanged], [put]).succeeded:
             raise LostRace("the header changed while this node's assignment was being written again")
 
     def _restore_configuration(self) -> None:
@@ -349,7 +349,7 @@ class RecordRepair:
             context.client.txn([unchanged(key, 0), header.unchanged], [Put(key, mine, lease_id=header.lease_id)])
 
     def write_own_key(self) -> None:
-        """Write the node's own key, which is gone or overwritten. The record names the round of its workers: nothing else may
+        """Write the node's own key, which is gone. The record names the round of its workers: nothing else may
         know of that round.
         """
         node, joined = self._registration.node, self._assignment.joined

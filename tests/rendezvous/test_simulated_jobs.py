@@ -6,7 +6,6 @@ ELASTIC_EXT_TEST_JOBS says how many random jobs there are, ELASTIC_EXT_TEST_SEED
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -603,20 +602,29 @@ def test_a_deleted_record_comes_back(key):
     all_comes_back(few, lambda: few.client.delete_prefix(key or KEYS.prefix))
 
 
-RECORDS = [KEYS.header, KEYS.job, KEYS.assignment("a"), KEYS.assignment("c"), KEYS.node("b")]
-
-
-@pytest.mark.parametrize(("key", "content"), [*itertools.product(RECORDS, GARBLED), (KEYS.job, OTHERS), (KEYS.job, None)])
-def test_an_overwritten_record_returns_under_its_lease(key, content):
-    """None: by what it was, without a lease."""
+@pytest.mark.parametrize("content", GARBLED)
+@pytest.mark.parametrize("key", [KEYS.header, KEYS.job, KEYS.assignment("c")])
+def test_what_others_write_over_ends_no_round(key, content):
     few = Few("abc")
-    ours = few.client.get(key).kv
+    few.client.put(key, content)
+    few.world.run(2 * TTL_S)
+    assert {(each.part.over(), each.participant.header.round) for each in few.nodes.values()} == {(None, 1)}
+    few.nodes["b"].participant.end_round(1, State.BROKEN, "over")
+    few.world.until(lambda: all(each.part.over() is not None for each in few.nodes.values()))
+    few.next_round(2)
 
-    def is_back() -> bool:
-        kv = few.client.get(key).kv
-        return kv is not None and (kv.value, kv.lease_id) == (ours.value, ours.lease_id)
 
-    all_comes_back(few, lambda: few.client.put(key, ours.value if content is None else content), is_back)
+@pytest.mark.parametrize("content", GARBLED)
+@pytest.mark.parametrize("name", ["a", "b"], ids=["the-leader", "another"])
+def test_a_node_written_over_costs_a_restart(name, content):
+    few = Few("abc")
+    few.client.put(KEYS.node(name), content)
+    few.world.run(2 * TTL_S)
+    if stored(few.world).state is State.BROKEN:
+        assert few.until_broken().lost == name
+        few.next_round(2)
+    assert is_whole(few)
+    few.leader()
 
 
 @pytest.mark.parametrize("name", ["a", "b"], ids=["the-leader", "another"])

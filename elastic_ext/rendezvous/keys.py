@@ -15,7 +15,7 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
                     lost, by the leader, or after a while by any node.
                     Watched by every node; read by `elastic-ext`.
     nodes/ID        a round_records.Node. Lease: node.
-                    Written by that node; put back by the leader if somebody has overwritten it.
+                    Written by that node; deleted by the leader if somebody has overwritten it: then the node writes it again.
                     The leader watches all of them, each node the one created before it and deletes of its own. Read by its
                     neighbors in the round, as they link to it, and `elastic-ext`.
     doubts/ID       "doubt": does node ID live? Or "dead CREATED": its record of that create revision was deleted.

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "telemetry": "base events workers",
     "http": "base",
     "status": "base failures rendezvous telemetry",
-    "timeline": "base events status telemetry",
+    "timeline": "base events telemetry",
     "failures": "base",
     "workers": "base",
     "hangs": "base workers",
@@ -41,7 +41,7 @@ PURE = (
     *("failures/joint_evidence.py", "rendezvous/configuration.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
     *("rendezvous/board.py", "rendezvous/topics.py"),
     *("own_etcd/endpoint.py", "own_etcd/decisions.py"),
-    *(f"timeline/{name}.py" for name in ("builder", "events", "model")),
+    *(f"timeline/{name}.py" for name in ("events", "spans", "svg", "trace")),
     *("telemetry/goodput.py", "status/job_status.py", "events/event_table.py"),
     *(
         "checkpoints/choice/decisions.py",

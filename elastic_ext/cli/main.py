@@ -19,8 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0; 78 for wrong usage or input, with one line on stderr for each error; 1 if `checkpoints verify` or `cp` found
-        damage; 75 if `checkpoints save` got no save; 69 if `timeline` finds no such job; `status` and `drain` have codes of
-        their own (their MEANINGS).
+        damage; 75 if `checkpoints save` got no save; `status` and `drain` have codes of their own (their MEANINGS).
     """
     log_records.install(plain=True)
     try:

@@ -1,5 +1,5 @@
-"""The life of a job as a picture.
+"""The life of a job, from the events of its agents.
 
-`events` reads events and puts those of several machines on one clock; `builder` makes a timeline (`model`) of them, or of the
-status of a job; `picture` draws it. All but `picture` are pure.
+`events` reads them and puts those of several machines on one clock; `spans` makes a timeline of them. `svg` writes it as a
+picture, `trace` as a trace for Perfetto and Chrome. All are pure.
 """

@@ -8,141 +8,119 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from functools import cached_property
 from statistics import median
-from typing import TypeVar
+from typing import Annotated
 
+from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import shown
-from elastic_ext.events.event_table import SCHEMA
+from elastic_ext.base.records import Count, Rank, RecordError, Seconds, Within, build
+from elastic_ext.events.event_table import FIELDS, SCHEMA
 
-MAX_NAME = 80  # characters of a name that is shown
-LATEST, LONGEST_S = 2**33, 2**32  # the year 2242, and 136 years: dates end somewhere
-BORN, JOINED = "agent_started", "round_started"  # names of events
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+LATEST = 2**33  # Unix seconds: the year 2242, since dates end somewhere
 
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """An event. at: Unix seconds by its host's clock. own: all its fields, of any type."""
+    """A line of a file. The last fields are those of some events only, as `events.schema.json` has them."""
 
-    name: str
-    at: float
-    monotonic: float
+    event: str
+    time: str
+    monotonic: Annotated[float, Within(0, 2**32)]
     run_id: str
     node: str
-    pid: int
-    round: int
-    own: Mapping[str, object]
-
-    def number(self, field: str) -> float | None:
-        """Return a field that holds a finite number, else None."""
-        return _number(self.own.get(field))
-
-    def whole(self, field: str) -> int | None:
-        """Return a field that holds a whole number, else None."""
-        value = self.own.get(field)
-        return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63 else None
-
-    def text(self, field: str) -> str:
-        """Return a field that holds a text, in one line that is safe to show; else ""."""
-        value = self.own.get(field)
-        return shown(value) if isinstance(value, str) else ""
-
-    def numbers(self, field: str) -> dict[str, float]:
-        """Return the finite numbers that are not negative in a field that holds an object, by name."""
-        value = self.own.get(field)
-        found = {str(name): _number(each) for name, each in value.items()} if isinstance(value, Mapping) else {}
-        return {name: each for name, each in found.items() if each is not None and each >= 0}
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e15 else None
+    pid: Count
+    round: Count
+    at: float = 0.0  # Unix seconds by its host's clock; in Aligned: seconds since the beginning
+    action: str = ""
+    cause: str = ""
+    count: int = 0
+    culprit_host: str = ""
+    culprit_rank: Rank = -1
+    decision: str = ""
+    delay: float = 0.0
+    error: str | None = None
+    exit_code: int | None = None
+    kind: str = ""
+    max_restarts: int = -1
+    node_rank: Count = 0
+    path: str | None = None
+    reason: str = ""
+    restarts: int = 0
+    seconds: Seconds | None = None
+    signal: str | None = None
+    state: str = ""
+    step: int | None = None
+    stop: Seconds = 0.0  # of the phases of a decision, as `verdict`
+    verdict: Seconds = 0.0
 
 
 def parse(text: str, file: str) -> tuple[list[TimelineEvent], list[str]]:
-    """Return the events of a file, and for each other line its number and what is wrong. The last line may be half written."""
+    """Return the events of a file, and what is wrong with each other line. The last line may be half written."""
     events: list[TimelineEvent] = []
     faults: list[str] = []
     *whole, last = text.split("\n")  # not splitlines(): a JSON text may hold other line breaks
     for number, line in enumerate(whole, 1):
         try:
-            events += [_event(line)] if line.strip() else []
-        except ValueError as error:
-            faults.append(f"{file}:{number}: {shown(str(error))}")
-    with contextlib.suppress(ValueError):  # its writer has not finished it
-        events += [_event(last)] if last.strip() else []
+            events += _events(line, f"{file}:{number}")
+        except UsageError as error:
+            faults.append(str(error))
+    with contextlib.suppress(UsageError):  # its writer has not finished it
+        events += _events(last, file)
     return events, faults
 
 
-def _event(line: str) -> TimelineEvent:
-    """Raises ValueError, with a reason that does not repeat the line."""
+def _events(line: str, where: str) -> list[TimelineEvent]:
+    """Return the event of a line; nothing for an empty one, and for an event that this version does not know.
+
+    Raises UsageError: it is not an event. The reason does not repeat the line.
+    """
+    if not line.strip():
+        return []
     try:
-        found = json.loads(line, parse_constant=_refuse)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"expected an object, found {type(found).__name__}")
-    if found.get("schema") != SCHEMA:
-        raise ValueError(f"expected schema {SCHEMA}, found {str(found.get('schema'))[:20]}: another version wrote it")
-    monotonic = _number(found.get("monotonic"))
-    if monotonic is None or abs(monotonic) >= LONGEST_S:
-        raise ValueError("monotonic is missing, or not a number of seconds")
-    return TimelineEvent(
-        name=_text(found, "event"),
-        at=_unix(_text(found, "time")),
-        monotonic=monotonic,
-        run_id=_text(found, "run_id")[:MAX_NAME],
-        node=_text(found, "node")[:MAX_NAME],
-        pid=_count(found, "pid"),
-        round=_count(found, "round"),
-        own=found,
-    )
-
-
-def _text(found: Mapping[str, object], name: str) -> str:
-    value = found.get(name)
-    if not isinstance(value, str):
-        raise ValueError(f"{name} is missing, or not text")
-    return shown(value)
-
-
-def _count(found: Mapping[str, object], name: str) -> int:
-    value = found.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**31:
-        raise ValueError(f"{name} is missing, or not a number from 0 on")
-    return value
-
-
-def _unix(time: str) -> float:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UsageError(f"{where}: expected an event, found what is not JSON") from None
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise UsageError(f"{where}: expected an event of schema {SCHEMA}: something else, or another version wrote this")
+    if isinstance(name := found.get("event"), str) and name not in FIELDS:
+        return []
+    phases = found.get("phases")
     try:
-        at = datetime.fromisoformat(time.replace("Z", "+00:00"))
+        event = build(TimelineEvent, {**(phases if isinstance(phases, dict) else {}), **found}, where)
+        at = datetime.fromisoformat(event.time.replace("Z", "+00:00"))
+    except RecordError as error:
+        raise UsageError(f"{where}: expected an event: {error.__cause__}") from None
     except ValueError:
-        raise ValueError("time is not as RFC 3339 says") from None
-    if at.tzinfo is None:
-        raise ValueError("time has no zone")
-    if not 0 <= at.timestamp() < LATEST:
-        raise ValueError("time is out of range")
-    return at.timestamp()
-
-
-def _refuse(constant: str) -> float:
-    raise ValueError(f"not JSON: {constant}")
+        raise UsageError(f"{where}: time is not as RFC 3339 says") from None
+    if at.tzinfo is None or not 0 <= at.timestamp() < LATEST:
+        raise UsageError(f"{where}: time has no zone, or is not from 1970 to 2242")
+    texts = {of.name: shown(value) for of in fields(event) if isinstance(value := getattr(event, of.name), str)}
+    return [replace(event, at=at.timestamp(), **texts)]  # type: ignore[arg-type]  # texts for texts
 
 
 @dataclass(frozen=True)
 class Agent:
-    """One agent. times: of its events, in order, in seconds by one clock for all of them."""
+    """One agent; its events in order."""
 
     node: str
     pid: int
     events: tuple[TimelineEvent, ...]
-    times: tuple[float, ...]
+
+    @property
+    def begin(self) -> float:
+        return self.events[0].at
+
+    @property
+    def last(self) -> TimelineEvent:
+        return self.events[-1]
+
+    @cached_property
+    def end(self) -> TimelineEvent | None:
+        return next((event for event in self.events if event.event == "agent_ended"), None)
 
 
 @dataclass(frozen=True)
@@ -159,156 +137,81 @@ class Aligned:
     """The agents of a job on one clock. Times are seconds since the first event, at Unix time `began`."""
 
     began: float
-    agents: tuple[Agent, ...]
-    rounds: tuple[Round, ...]
-    round_of: Mapping[tuple[int, int], int]  # the index of a round, by index of the agent and number of the round
-    nodes: int  # how many were aligned with others
-    largest: float  # the largest correction of a node, against the median clock of those that it shares rounds with
+    agents: tuple[Agent, ...]  # those of a node by time
+    rounds: tuple[Round, ...]  # by time
+    correction: float  # the largest of a node's clock, against the median of those of the first round
     residual: float  # by how much the starts of one round differ after that, at most
     alone: tuple[str, ...]  # nodes that share no round with another one; their own clocks count
 
-    def all(self, *names: str) -> Iterator[tuple[int, TimelineEvent, float]]:
-        """Yield index of the agent, event and time of all events of these names."""
-        for index, agent in enumerate(self.agents):
-            for event, at in zip(agent.events, agent.times, strict=True):
-                if event.name in names:
-                    yield index, event, at
+    def all(self, *names: str) -> Iterator[tuple[int, TimelineEvent]]:
+        """Yield index of the agent and event, for all events of these names, by time."""
+        found = ((index, each) for index, agent in enumerate(self.agents) for each in agent.events if each.event in names)
+        yield from sorted(found, key=lambda each: each[1].at)
 
 
 def aligned(events: Iterable[TimelineEvent]) -> Aligned:
-    """Return the agents of a job on one clock: a component of nodes that share rounds keeps the median of its clocks."""
+    """Return the agents of a job on one clock: each node is aligned by the first round that it shares with others."""
     agents = _agents(events)
-    groups = _rounds(agents)
-    starts: dict[str, dict[int, float]] = {}  # by node and index of the round: when it started, by the node's own clock
-    for index, (_, members) in enumerate(groups):
-        for member, at in members.items():
-            starts.setdefault(agents[member].node, {})[index] = at
-    ahead = _corrections(starts)
-    of_round: dict[int, list[float]] = {}
-    for node, correction in ahead.items():
-        for index, at in starts[node].items():
-            of_round.setdefault(index, []).append(at + correction)
-    moments = {index: median(times) for index, times in of_round.items()}
-    began = min(agent.times[0] + ahead.get(agent.node, 0.0) for agent in agents)
-    names = {agent.node for agent in agents}
+    rounds = _rounds(agents)
+    ahead: dict[str, float] = {}  # what to add to the clock of each node
+    together: set[str] = set()
+    moments, residual = [], 0.0
+    for _, members in rounds:
+        starts = {agents[member].node: at for member, at in members.items()}
+        moment = median([at + ahead[node] for node, at in starts.items() if node in ahead] or starts.values())
+        for node, at in starts.items():
+            ahead.setdefault(node, moment - at)
+            residual = max(residual, abs(at + ahead[node] - moment))
+        together |= starts.keys() if len(starts) > 1 else set()
+        moments.append(moment)
+    agents = [_moved(agent, ahead.get(agent.node, 0.0)) for agent in agents]
+    began = min(agent.begin for agent in agents)
+    found = (Round(number, at - began, tuple(members)) for (number, members), at in zip(rounds, moments, strict=True))
+    nodes = {agent.node for agent in agents}
     return Aligned(
         began=began,
-        agents=tuple(
-            replace(agent, times=tuple(at + ahead.get(agent.node, 0.0) - began for at in agent.times)) for agent in agents
-        ),
-        rounds=tuple(
-            Round(number, moments.get(index, min(members.values())) - began, tuple(members))
-            for index, (number, members) in enumerate(groups)
-        ),
-        round_of={(member, number): index for index, (number, members) in enumerate(groups) for member in members},
-        nodes=len(ahead),
-        largest=max((abs(each) for each in ahead.values()), default=0.0),
-        residual=max((abs(at - moments[index]) for index, times in of_round.items() for at in times), default=0.0),
-        alone=tuple(sorted(names - ahead.keys())) if len(names) > 1 else (),
+        agents=tuple(_moved(agent, -began) for agent in agents),
+        rounds=tuple(sorted(found, key=lambda each: each.at)),
+        correction=max(map(abs, ahead.values()), default=0.0),
+        residual=residual,
+        alone=tuple(sorted(nodes - together)) if len(nodes) > 1 else (),
     )
 
 
-def _grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
-    found: dict[Key, list[Value]] = {}
-    for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+def _moved(agent: Agent, seconds: float) -> Agent:
+    return replace(agent, events=tuple(replace(event, at=event.at + seconds) for event in agent.events))
 
 
 def _agents(events: Iterable[TimelineEvent]) -> list[Agent]:
     """Return the agents, each by its host's clock, which may be set while it runs: its monotonic clock counts."""
+    lives: dict[tuple[str, int], list[list[TimelineEvent]]] = {}  # containers all start with process id 1
+    for event in sorted(events, key=lambda each: each.at):
+        of_process = lives.setdefault((event.node, event.pid), [])
+        if not of_process or event.event == "agent_started":
+            of_process.append([])
+        of_process[-1].append(event)
     found = []
-    for (node, pid), of_process in _grouped(((each.node, each.pid), each) for each in events).items():
-        lives: list[list[TimelineEvent]] = []  # of the agents that had this process id: containers all start with 1
-        for event in sorted(of_process, key=lambda each: each.at):
-            if not lives or event.name == BORN:
-                lives.append([])
-            lives[-1].append(event)
-        for own in lives:
+    for (node, pid), of_process in lives.items():
+        for own in of_process:
             ahead = median(each.at - each.monotonic for each in own)
             own.sort(key=lambda each: each.monotonic)
-            found.append(Agent(node, pid, tuple(own), tuple(each.monotonic + ahead for each in own)))
-    return sorted(found, key=lambda agent: agent.times[0])
-
-
-@dataclass(frozen=True)
-class _Start:
-    agent: int
-    node: str
-    at: float
-    rank: int | None
+            found.append(Agent(node, pid, tuple(replace(each, at=each.monotonic + ahead) for each in own)))
+    return sorted(found, key=lambda agent: agent.begin)
 
 
 def _rounds(agents: Sequence[Agent]) -> list[tuple[int, dict[int, float]]]:
-    """Return number of each round, and when its agents started it, each by its own clock.
+    """Return number of each round, and when its agents started it, each by its own clock; rounds by time.
 
-    Rounds of one number are the same round, unless a node has started it several times. Then its n-th start goes with the n-th
-    of the others if all have as many. If not, some were not there each time: a round is over when a rank comes again, by the
-    hosts' clocks, which must then differ less than the two rounds do.
+    Starts of one number are the same round, until a rank comes again: then the job began again under its run id. Only there do
+    clocks have to differ less than the two rounds do.
     """
-    starts = _grouped(
-        (event.round, _Start(index, agent.node, at, event.whole("node_rank")))
-        for index, agent in enumerate(agents)
-        for event, at in zip(agent.events, agent.times, strict=True)
-        if event.name == JOINED
-    )
-    found = []
-    for number, of_number in sorted(starts.items()):
-        of_number.sort(key=lambda each: each.at)
-        for group in _by_turn(of_number) or _by_rank(of_number):
-            found.append((number, {each.agent: each.at for each in group}))
-    return sorted(found, key=lambda each: min(each[1].values()))
-
-
-def _by_turn(starts: Sequence[_Start]) -> list[list[_Start]]:
-    """Return the rounds, if each place on a node has as many starts; else nothing."""
-    turns = _grouped(((each.node, each.rank), each) for each in starts)
-    if len({len(each) for each in turns.values()}) != 1 or len({rank for _, rank in turns}) != len(turns):
-        return []
-    return [list(each) for each in zip(*turns.values(), strict=True)]
-
-
-def _by_rank(starts: Sequence[_Start]) -> list[list[_Start]]:
-    found: list[list[_Start]] = []
-    ranks: set[int | None] = set()
-    for each in starts:
-        if not found or each.rank in ranks:
-            found.append([])
+    starts = [(each, index) for index, agent in enumerate(agents) for each in agent.events if each.event == "round_started"]
+    found: list[tuple[int, dict[int, float]]] = []
+    ranks: set[int] = set()
+    for event, index in sorted(starts, key=lambda each: (each[0].round, each[0].at)):
+        if not found or found[-1][0] != event.round or event.node_rank in ranks:
+            found.append((event.round, {}))
             ranks = set()
-        ranks.add(each.rank)
-        found[-1].append(each)
-    return found
-
-
-def _corrections(starts: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """Return what to add to the clock of each node that shares a round. starts: by node and round, by the node's own clock."""
-    left = dict(starts)
-    ahead: dict[str, float] = {}
-    while left:
-        component = _component(max(left, key=lambda node: len(left[node])), left)
-        if len(component) > 1:
-            middle = median(component.values())
-            ahead |= {node: correction - middle for node, correction in component.items()}
-        for node in component:
-            del left[node]
-    return ahead
-
-
-def _component(anchor: str, starts: Mapping[str, Mapping[int, float]]) -> dict[str, float]:
-    """Return the corrections of all nodes that share rounds with the anchor, or with such nodes, against its clock."""
-    found = {anchor: 0.0}
-    known = dict(starts[anchor])
-    near = [node for node in starts if node != anchor]
-    while near:
-        far = []
-        for node in near:
-            shared = [known[index] - at for index, at in starts[node].items() if index in known]
-            if not shared:
-                far.append(node)
-                continue
-            found[node] = median(shared)
-            known = {index: at + found[node] for index, at in starts[node].items()} | known
-        if len(far) == len(near):
-            break
-        near = far
-    return found
+        ranks.add(event.node_rank)
+        found[-1][1][index] = event.at
+    return sorted(found, key=lambda each: min(each[1].values()))

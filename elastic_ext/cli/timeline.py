@@ -23,7 +23,7 @@ def add_command(commands: Commands) -> None:
     timeline = commands.add_parser("timeline", help="show the life of a job: what each node did when, failures, checkpoints")
     timeline.description = (
         "Write the life of a job, live or ended, from the events of its agents (setting events_file): as a trace for "
-        "ui.perfetto.dev or chrome://tracing (.json), or as a picture (.svg). If the files hold several jobs, --rdzv-id "
+        "ui.perfetto.dev and other viewers (.json), or as a picture (.svg). If the files hold several jobs, --rdzv-id "
         "chooses one. Changes nothing."
     )
     timeline.epilog = (

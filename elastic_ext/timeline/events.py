@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from statistics import median
@@ -34,7 +34,7 @@ class TimelineEvent:
     node: str
     pid: Count
     round: Count
-    at: float = 0.0  # Unix seconds by its host's clock; in Aligned: seconds since the beginning
+    at: Annotated[float, Within(0, LATEST)]  # Unix seconds by its host's clock; in Aligned: seconds since the beginning
     action: str = ""
     cause: str = ""
     count: int = 0
@@ -88,18 +88,18 @@ def _events(line: str, where: str) -> list[TimelineEvent]:
         raise UsageError(f"{where}: expected an event of schema {SCHEMA}: something else, or another version wrote this")
     if isinstance(name := found.get("event"), str) and name not in FIELDS:
         return []
-    phases = found.get("phases")
+    given = {**phases, **found} if isinstance(phases := found.get("phases"), dict) else found
+    given = {name: shown(value) if isinstance(value, str) else value for name, value in given.items()}
     try:
-        event = build(TimelineEvent, {**(phases if isinstance(phases, dict) else {}), **found}, where)
-        at = datetime.fromisoformat(event.time.replace("Z", "+00:00"))
+        at = datetime.fromisoformat(str(given.get("time")).replace("Z", "+00:00"))
+        event = build(TimelineEvent, {**given, "at": at.timestamp()}, where)
     except RecordError as error:
         raise UsageError(f"{where}: expected an event: {error.__cause__}") from None
     except ValueError:
         raise UsageError(f"{where}: time is not as RFC 3339 says") from None
-    if at.tzinfo is None or not 0 <= at.timestamp() < LATEST:
-        raise UsageError(f"{where}: time has no zone, or is not from 1970 to 2242")
-    texts = {of.name: shown(value) for of in fields(event) if isinstance(value := getattr(event, of.name), str)}
-    return [replace(event, at=at.timestamp(), **texts)]  # type: ignore[arg-type]  # texts for texts
+    if at.tzinfo is None:
+        raise UsageError(f"{where}: time has no zone")
+    return [event]
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class Agent:
     node: str
     pid: int
     events: tuple[TimelineEvent, ...]
+    ahead: float  # what to add to its monotonic clock
 
     @property
     def begin(self) -> float:
@@ -164,13 +165,13 @@ def aligned(events: Iterable[TimelineEvent]) -> Aligned:
             residual = max(residual, abs(at + ahead[node] - moment))
         together |= starts.keys() if len(starts) > 1 else set()
         moments.append(moment)
-    agents = [_moved(agent, ahead.get(agent.node, 0.0)) for agent in agents]
-    began = min(agent.begin for agent in agents)
+    agents = [replace(agent, ahead=agent.ahead + ahead.get(agent.node, 0.0)) for agent in agents]
+    began = min(agent.events[0].monotonic + agent.ahead for agent in agents)
     found = (Round(number, at - began, tuple(members)) for (number, members), at in zip(rounds, moments, strict=True))
     nodes = {agent.node for agent in agents}
     return Aligned(
         began=began,
-        agents=tuple(_moved(agent, -began) for agent in agents),
+        agents=tuple(_by_own_clock(agent, began) for agent in agents),
         rounds=tuple(sorted(found, key=lambda each: each.at)),
         correction=max(map(abs, ahead.values()), default=0.0),
         residual=residual,
@@ -178,8 +179,8 @@ def aligned(events: Iterable[TimelineEvent]) -> Aligned:
     )
 
 
-def _moved(agent: Agent, seconds: float) -> Agent:
-    return replace(agent, events=tuple(replace(event, at=event.at + seconds) for event in agent.events))
+def _by_own_clock(agent: Agent, began: float) -> Agent:
+    return replace(agent, events=tuple(replace(each, at=each.monotonic + agent.ahead - began) for each in agent.events))
 
 
 def _agents(events: Iterable[TimelineEvent]) -> list[Agent]:
@@ -193,10 +194,9 @@ def _agents(events: Iterable[TimelineEvent]) -> list[Agent]:
     found = []
     for (node, pid), of_process in lives.items():
         for own in of_process:
-            ahead = median(each.at - each.monotonic for each in own)
             own.sort(key=lambda each: each.monotonic)
-            found.append(Agent(node, pid, tuple(replace(each, at=each.monotonic + ahead) for each in own)))
-    return sorted(found, key=lambda agent: agent.begin)
+            found.append(Agent(node, pid, tuple(own), median(each.at - each.monotonic for each in own)))
+    return sorted(found, key=lambda agent: agent.events[0].monotonic + agent.ahead)
 
 
 def _rounds(agents: Sequence[Agent]) -> list[tuple[int, dict[int, float]]]:
@@ -208,10 +208,10 @@ def _rounds(agents: Sequence[Agent]) -> list[tuple[int, dict[int, float]]]:
     starts = [(each, index) for index, agent in enumerate(agents) for each in agent.events if each.event == "round_started"]
     found: list[tuple[int, dict[int, float]]] = []
     ranks: set[int] = set()
-    for event, index in sorted(starts, key=lambda each: (each[0].round, each[0].at)):
+    for event, index in sorted(starts, key=lambda each: (each[0].round, each[0].monotonic + agents[each[1]].ahead)):
         if not found or found[-1][0] != event.round or event.node_rank in ranks:
             found.append((event.round, {}))
             ranks = set()
         ranks.add(event.node_rank)
-        found[-1][1][index] = event.at
+        found[-1][1][index] = event.monotonic + agents[index].ahead
     return sorted(found, key=lambda each: min(each[1].values()))

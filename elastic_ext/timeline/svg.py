@@ -105,12 +105,12 @@ class _Picture:
         for y, name, style in ((top, "round", "soft"), (top + LANE, "whole job", ""), (marks, "failures", "failure")):
             self._write(self._left - 8, y + LANE / 2, name, f"r {style}")
         self._draw(of.job, top + LANE + 2, LANE - 4)
-        every = -int(-LABEL // high)
+        every, gap = -int(-LABEL // high), high / 10 if high > 6 else 0.0
         for number, row in enumerate(of.rows):
             y = rows + number * high
             if number % every == 0:
                 self._write(self._left - 8, y + high / 2, cut(row.label, 27), "r")
-            self._draw(row.spans, y + 0.1 * high, 0.8 * high)
+            self._draw(row.spans, y + gap, high - 2 * gap)
         for (at, number_), level in zip(of.rounds, _levels([self._x(at) for at, _ in of.rounds], 24, 1), strict=True):
             self._line("round", at, top + 2, bottom)
             if level is not None:

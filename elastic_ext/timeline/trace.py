@@ -1,4 +1,4 @@
-"""Writes a timeline as a trace in Chrome's Trace Event Format, which Perfetto, chrome://tracing and others open. Pure.
+"""Writes a timeline as a trace in Chrome's Trace Event Format, which Perfetto, speedscope and others open. Pure.
 
 Each node is a process with one thread, and so is the job, with threads for its rounds and checkpoints.
 """

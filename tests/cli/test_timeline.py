@@ -66,7 +66,7 @@ def test_a_bad_line_is_named_others_are_shown(tmp_path, capsys, monkeypatch):
     code, _, err = run(capsys, tmp_path / "e.jsonl", "-o", tmp_path / "life.svg")
     count = len(EVENTS.read_text().splitlines())
     assert (code, len(err.splitlines())) == (78, 1)
-    assert err.startswith(f"elastic-ext: {tmp_path}/e.jsonl:{count + 1}: expected an event: ")
+    assert err.startswith(f"elastic-ext: {tmp_path}/e.jsonl:{count + 1}: time is not")
     assert (tmp_path / "life.svg").exists()
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(EVENTS.read_bytes())))
     assert run(capsys, "-", "-o", tmp_path / "stdin.svg")[0] == 0

@@ -185,7 +185,7 @@ class Ends:
 
     def __init__(self, job: Aligned, tracks: Sequence[Track]) -> None:
         self._job, self._tracks = job, tracks
-        self._last = {member: index for index, each in enumerate(job.rounds) for member in each.members}  # rounds of agents
+        self._last = {member: index for index, each in enumerate(job.rounds) for member in each.members}  # round of each agent
         self.gone = [self._gone(index, agent) for index, agent in enumerate(job.agents)]
 
     def _gone(self, index: int, agent: Agent) -> float | None:
@@ -197,23 +197,18 @@ class Ends:
         agents, rounds, last = self._job.agents, self._job.rounds, self._last.get(index, -1)
         later = (other for number, other in enumerate(agents) if other.node == agent.node and self._last.get(number, -1) > last)
         ends = [other.begin for other in later if other.begin > agent.last.at]
-        if last >= 0:
-            peers = [each for each in rounds[last].members if each != index]
-            if last + 1 < len(rounds) or (peers and all(agents[each].end for each in peers)):
-                ends += [
-                    stopped[number]
-                    for each in peers
-                    if (number := rounds[last].number) in (stopped := self._tracks[each].stopped)
-                ]
+        peers = [each for each in rounds[last].members if each != index] if last >= 0 else []
+        if peers and (last + 1 < len(rounds) or all(agents[each].end for each in peers)):
+            stops = (self._tracks[each].stopped.get(rounds[last].number) for each in peers)
+            ends += [at for at in stops if at is not None]
         return agent.last.at if agent.end is not None else max(agent.last.at, min(ends)) if ends else None
 
     def interruptions(self, row_of: Mapping[int, int]) -> tuple[Interruption, ...]:
-        """Return one mark for each end, in the order of time, however many agents report it. row_of: by agent."""
+        """Return one for each end, in the order of time, however many agents report it. row_of: by agent."""
         agents, rounds = self._job.agents, self._job.rounds
         round_of = {(member, each.number): index for index, each in enumerate(rounds) for member in each.members}
-        reports: dict[
-            int, list[tuple[int, TimelineEvent]]
-        ] = {}  # by round; an agent that never joined it stands for itself, below 0
+        # By index of the round; an agent that never joined it stands for itself, below 0.
+        reports: dict[int, list[tuple[int, TimelineEvent]]] = {}
         for name in EXPLAINS:
             for index, event in self._job.all(name):
                 if event.cause != "closed" and event.state in ("", "error"):

@@ -91,7 +91,7 @@ def test_an_indispensable_bad_node_alone_leaves_with_69(server, start, tmp_path)
 
 
 @pytest.mark.seam
-def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start, tmp_path):
+def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
     """Two restarts of three are spent; then the agent is killed and started again: one is left."""
     first = start("a", store, "1:2", "exit3:0", "exit4:1")
     first.wait_for(seen(1, 2))

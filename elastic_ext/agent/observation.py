@@ -26,7 +26,8 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
-from elastic_ext.http import gate, pages, server
+from elastic_ext.http import pages, server
+from elastic_ext.http import tls as server_tls
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
@@ -314,13 +315,13 @@ class Serving:
         self.lingers = False  # whether `close` waits for a last scrape
         # The user must see a port that the kernel chose, and torchrun shows only warnings.
         announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
-        guard = gate.Gate(settings.metrics_web_config) if settings.metrics_web_config is not None else None
+        tls = server_tls.of_settings(settings)
         self._server = server.MetricsServer(
-            self._last_scrape.noting(shown), settings.metrics_host, settings.metrics_port, announce, guard
+            self._last_scrape.noting(shown), settings.metrics_host, settings.metrics_port, announce, tls
         )
         self.url = self._server.url  # address of the metrics; None if they are not served
         if settings.metrics_discovery_dir is not None and self._server.endpoint is not None:
-            all_labels = {**labels, **({"__scheme__": "https"} if guard is not None and guard.tls else {})}
+            all_labels = {**labels, **({"__scheme__": "https"} if tls is not None else {})}
             if not alone and is_loopback(bound := self._server.endpoint[0]):
                 logger.warning(
                     "metrics: the file in %s names %s, where only a Prometheus on this host finds this agent; for one elsewhere "

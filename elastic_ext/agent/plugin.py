@@ -194,12 +194,12 @@ def _create(
         from elastic_ext.agent import exits
         from elastic_ext.agent.supervisor import Supervisor
         from elastic_ext.base import torch_private
-        from elastic_ext.http import gate
+        from elastic_ext.http import tls
 
         exits.install(known.exit_codes)
 
-        if known.metrics and known.metrics_web_config is not None:
-            gate.load(known.metrics_web_config)  # it raises UsageError
+        if known.metrics:
+            tls.of_settings(known)  # it raises UsageError
         handler = rendezvous(known)
         torch_private.install_agent(Supervisor, handler)
         return handler

@@ -372,17 +372,19 @@ class Settings:
     memory_mb_s: float = _setting(0.0, MB_PER_SECOND,
         "limit for sending these copies to another node, in megabytes per second; 0: no limit")
     metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
+    metrics_certfile: str | None = _setting(None, TEXT,
+        "PEM file of the certificate with which the metrics endpoint serves HTTPS; read again when it changes")
+    metrics_client_cafile: str | None = _setting(None, TEXT,
+        "PEM file of a CA: only clients with a certificate that it has signed may read the metrics")
     metrics_discovery_dir: str | None = _setting(None, TEXT,
         "directory for a file that names this endpoint to Prometheus (file_sd_configs), as long as the agent runs")
     metrics_file: str | None = _setting(None, TEXT,
         "file for the last metrics of the agent, in the directory of node exporter's textfile collector; one per agent, `*.prom`")
     metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
+    metrics_keyfile: str | None = _setting(None, TEXT, "PEM file of the private key of metrics_certfile, without a password")
     metrics_linger: float = _setting(0.0, LINGER_SECONDS,
         "how long an agent that has left the job waits for one more scrape of its metrics; 300 or less")
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
-    metrics_web_config: str | None = _setting(None, TEXT,
-        "file with TLS certificates and users of the metrics endpoint, in the format of Prometheus' exporter-toolkit; needs "
-        "`pip install '.[web]'`")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(None, SECONDS,
         "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_file`, "

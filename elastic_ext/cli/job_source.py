@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import base64
 import contextlib
-import getpass
 import http.client
 import logging
 import os
 import queue
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from http import HTTPStatus
 
-from elastic_ext.base import files, records, settings
+from elastic_ext.base import records, settings
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.tls import trusting
 from elastic_ext.etcd import EtcdClient
@@ -29,11 +27,10 @@ Read = Callable[[], job_status.Document]
 
 ENDPOINT = "as for torchrun: the etcd servers of the job, job:..., or HOST:PORT of its own store (ext_c10d)"
 TIMEOUT_S = 5.0  # for one answer, from the name's resolution to the last byte
-MAX_PASSWORD_FILE = 4096  # bytes
 
 
 class _SamePage(urllib.request.HTTPRedirectHandler):
-    """Follows no redirect: a password is for this agent only."""
+    """Follows no redirect: the user has named an agent."""
 
     def redirect_request(self, *args: object) -> None:
         return None
@@ -42,22 +39,17 @@ class _SamePage(urllib.request.HTTPRedirectHandler):
 class AgentUrl:
     def __init__(self, args: argparse.Namespace) -> None:
         """args: see `add_arguments`. Raises UsageError."""
-        url, ca, cert, user = args.url, args.ca, args.cert, args.user
+        url, ca, cert = args.url, args.ca, args.cert
         if not url.startswith(("http://", "https://")):
             raise UsageError(f"--url: expected a URL such as http://localhost:9401, got {url}")
-        if user is not None and not url.startswith("https://"):
-            raise UsageError("--user needs https://, else anyone on the way can read the password")
-        self._url, self._headers = url.rstrip("/"), {}
+        self._url = url.rstrip("/")
         try:
             context = trusting(ca)
             if cert is not None:
                 context.load_cert_chain(cert)
         except (OSError, ValueError) as error:  # an SSLError is an OSError
             raise UsageError(f"{cert or ca}: expected PEM: {error}") from error
-        if user is not None:
-            login = base64.b64encode(f"{user}:{_password(user, args.password_file)}".encode()).decode()
-            self._headers["Authorization"] = f"Basic {login}"
-        # No proxy: an agent's port is inside the cluster, and a proxy would see the password.
+        # No proxy: an agent's port is inside the cluster.
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context), _SamePage
         )
@@ -79,26 +71,14 @@ class AgentUrl:
 
     def _ask(self, answers: queue.SimpleQueue[bytes | UsageError]) -> None:
         try:
-            request = urllib.request.Request(f"{self._url}/job.json", headers=self._headers)
-            with self._opener.open(request, timeout=TIMEOUT_S) as answer:
+            with self._opener.open(f"{self._url}/job.json", timeout=TIMEOUT_S) as answer:
                 answers.put(answer.read(records.MAX_BYTES + 1))
         except urllib.error.HTTPError as error:
-            hint = {401: ": --user NAME", 404: ": is this an agent of elastic_ext, with metrics on?"}.get(error.code, "")
+            hint = ": is this an agent of elastic_ext, with metrics on?" if error.code == HTTPStatus.NOT_FOUND else ""
             answers.put(UsageError(f"the agent at {self._url}: HTTP {error.code} {error.reason}{hint}"))
         except (OSError, ValueError, http.client.HTTPException) as error:
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
             answers.put(UsageError(f"the agent at {self._url}: {reason}"))
-
-
-def _password(user: str, file: str | None) -> str:
-    if file is not None:
-        try:
-            return files.read_text(file, MAX_PASSWORD_FILE).partition("\n")[0]
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--password-file: {error}") from error
-    if not sys.stdin.isatty():
-        raise UsageError(f"the password of {user}: expected --password-file, or a terminal to ask on")
-    return getpass.getpass(f"password of {user}: ")
 
 
 def add_job(command: argparse.ArgumentParser) -> None:
@@ -151,19 +131,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--url", metavar="http://HOST:PORT", default="", help="instead: any agent of the job; the only way for a job on one node"
     )
-    web = command.add_argument_group("for --url, if the agent has a metrics_web_config")
+    web = command.add_argument_group("for --url, if the agent has a metrics_certfile")
     web.add_argument("--ca", metavar="FILE", help="CA that signed the agent's certificate, unless the system trusts it")
     web.add_argument("--cert", metavar="FILE", help="your certificate and its key, if the agent requires one")
-    web.add_argument("--user", metavar="NAME", help="your user name, if the agent requires a password")
-    web.add_argument("--password-file", metavar="FILE", help="file whose first line is the password; default: ask for it")
 
 
 def check_web(args: argparse.Namespace, command: str) -> None:
     """Raise UsageError if what only an agent may ask for is given without one."""
-    if not args.url and any((args.ca, args.cert, args.user, args.password_file)):
-        raise UsageError(
-            f"{command}: --ca, --cert, --user and --password-file belong to --url; etcd's are settings, as for torchrun"
-        )
+    if not args.url and (args.ca or args.cert):
+        raise UsageError(f"{command}: --ca and --cert belong to --url; etcd's are settings, as for torchrun")
 
 
 def agent_of(args: argparse.Namespace, command: str) -> AgentUrl | None:

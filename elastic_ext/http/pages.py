@@ -8,7 +8,6 @@ exporter.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import json
 import logging
@@ -34,14 +33,11 @@ METRICS, HEALTH, READY, STATUS, JOB = "/metrics", "/healthz", "/readyz", "/statu
 TEXT = "text/plain; charset=utf-8"
 HTML = "text/html; charset=utf-8"
 JSON = "application/json"
-MAX_REQUEST = 16 << 10  # bytes; as long as the longest record of TLS, so one read leaves nothing behind in its buffer
+MAX_REQUEST = 16 << 10  # bytes
 CPU_SHARE = 0.03  # of a core, for making the page of the metrics: some 6 times a second with two workers
 CPU_BURST_S = 0.1
 
-# What prometheus_client is asked for. It would put any text of a stranger's Accept into the head of the answer.
-_OPENMETRICS = "application/openmetrics-text"
-_FORMATS = ((_OPENMETRICS, ""), (_OPENMETRICS, "1.0.0"), ("text/plain", "1.0.0"))
-_ESCAPINGS = ("allow-utf-8", "underscores", "dots", "values")
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 NOT_OURS = "process_"  # the node exporter has its own, and refuses a file with the same
 
 _PRIVATE = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cache-Control: no-store")
@@ -53,9 +49,7 @@ class Request:
 
     line: str  # its first line
     path: str  # without the query
-    # accept, authorization: the values of headers, or ""
-    accept: str
-    authorization: str
+    accept: str  # the value of this header, or ""
 
 
 def parse(received: bytes) -> Request | Page | None:
@@ -71,23 +65,9 @@ def parse(received: bytes) -> Request | Page | None:
         return text(HTTPStatus.BAD_REQUEST, "this is not HTTP")
     if method != "GET":
         return text(HTTPStatus.NOT_IMPLEMENTED, "expected GET")
-    named: dict[str, str] = {}
-    for field in fields:
-        name, _, value = field.partition(":")
-        named.setdefault(name.lower(), value.strip())
-    return Request(line, target.partition("?")[0], named.get("accept", ""), named.get("authorization", ""))
-
-
-def basic_login(authorization: str) -> tuple[str, bytes] | None:
-    """Return user and password of basic authentication (RFC 7617); None if the header holds no such thing."""
-    scheme, _, encoded = authorization.partition(" ")
-    if scheme.lower() != "basic":
-        return None
-    try:
-        user, colon, password = base64.b64decode(encoded.strip(), validate=True).partition(b":")
-        return (user.decode(), password) if colon else None
-    except (binascii.Error, ValueError):
-        return None
+    named = (field.partition(":") for field in fields)
+    accept = next((value.strip() for name, _, value in named if name.lower() == "accept"), "")
+    return Request(line, target.partition("?")[0], accept)
 
 
 class CpuBudget:
@@ -135,18 +115,19 @@ MakePage = Callable[[str], Page]  # from the request's Accept
 Pages = Mapping[str, MakePage]
 
 
-def text(status: HTTPStatus, line: str, *headers: str) -> Page:
-    return Page(status, TEXT, line.encode("ascii", "replace") + b"\n", headers)
+def text(status: HTTPStatus, line: str) -> Page:
+    return Page(status, TEXT, line.encode("ascii", "replace") + b"\n")
 
 
 def of_metrics(registry: CollectorRegistry) -> Pages:
     """Return the page for scrapers, in the format that they accept. One that scrapes too often gets the last page again."""
 
     budget = CpuBudget(CPU_SHARE, CPU_BURST_S)
-    last: dict[str, Page] = {}  # by format, of which there are few
+    last: dict[str, Page] = {}  # by format
 
     def scrape(accept: str) -> Page:
-        accepted = _known_format(accept)
+        # Of two: prometheus_client would put any text of a stranger's Accept into the head of the answer.
+        accepted = OPENMETRICS if OPENMETRICS.partition(";")[0] in accept else ""
         if accepted not in last or budget.wait_s(time.monotonic()) == 0:
             encode, content_type = choose_encoder(accepted)
             began, now = time.thread_time(), time.monotonic()
@@ -155,17 +136,6 @@ def of_metrics(registry: CollectorRegistry) -> Pages:
         return last[accepted]
 
     return {METRICS: scrape}
-
-
-def _known_format(accept: str) -> str:
-    """Return the first format in an Accept that there is, in one of a few wordings; "" for the plain text."""
-    for each in accept.split(","):
-        kind, *parameters = (part.strip() for part in each.split(";"))
-        given = {name: value for name, _, value in (each.partition("=") for each in parameters)}
-        if (kind, given.get("version", "")) in _FORMATS:
-            escaping = given.get("escaping", "")
-            return f"{kind}; version=1.0.0" + (f"; escaping={escaping}" if escaping in _ESCAPINGS else "")
-    return ""
 
 
 def of_job(document: Callable[[], bytes]) -> Pages:

@@ -22,7 +22,7 @@ from elastic_ext.etcd import Delete, EtcdClient, Put
 from elastic_ext.failures.ledger import JobVerdict, Ledger, encode_ledger
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.http import server as agent_server
-from elastic_ext.http.gate import Gate
+from elastic_ext.http.tls import PemFiles, ServerTls
 from elastic_ext.rendezvous.job_status import JobStatus, NodeText, lines
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, encode
@@ -30,7 +30,7 @@ from elastic_ext.status import job_status
 from elastic_ext.status.job_status import Document, NodeReport, Own, ReportAges, RoundSpan, Sources, Straggler
 from tests.etcd_server import Certificates
 from tests.reference import DOCS, JOB_SCHEMA
-from tests.status.pages_in_chromium import document, failure, hashed, of_nodes, served
+from tests.status.pages_in_chromium import document, failure, of_nodes, served
 from tests.until import LIMIT_S
 
 PIPE = Terminal()
@@ -283,12 +283,8 @@ def test_every_state_has_its_exit_code():
 
 def test_wrong_usage(capsys):
     of_etcd = ["--rdzv-id=x", "--rdzv-endpoint=y"]
-    wrong = [[], ["--rdzv-id=x"], ["--url=x"], ["--url=http://x", *of_etcd], [*of_etcd, "--user=x"]]
-    wrong += [
-        ["--url=http://x", "--user=x"],
-        ["--url=https://x", "--user=x", "--password-file=absent"],
-        ["--url=https://x", "--ca=absent"],
-    ]
+    wrong = [[], ["--rdzv-id=x"], ["--url=x"], ["--url=http://x", *of_etcd], [*of_etcd, "--cert=x"]]
+    wrong += [["--url=https://x", "--ca=absent"], ["--url=https://x", "--cert=absent"]]
     for arguments in wrong:
         code, out, err = run(capsys, *arguments)
         assert (code, out, len(err.splitlines())) == (78, "", 1)
@@ -368,42 +364,22 @@ def test_watch_gives_up_on_a_lost_agent(capsys, monkeypatch):
     assert "Connection refused; the job as it was 2.0 s ago is above; asking again for 58 s at most" in line
 
 
-# An agent with metrics_web_config.
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory):
-    """An agent's page behind TLS, a client's certificate and a password; its files."""
-    pytest.importorskip("yaml", reason="needs elastic_ext[web]")
-    certificates = Certificates.make(tmp_path_factory.mktemp("guarded"))
-    config = certificates.folder / "web.yml"
-    config.write_text(
-        "tls_server_config: {cert_file: server.crt, key_file: server.key, client_ca_file: ca.crt,"
-        f" client_auth_type: RequireAndVerifyClientCert}}\nbasic_auth_users: {{alice: {hashed('right')}}}\n"
-    )
-    both = certificates.folder / "both.pem"
-    both.write_text("".join((certificates.folder / f"client.{kind}").read_text() for kind in ("crt", "key")))
-    for password in ("right", "wrong"):
-        (certificates.folder / password).write_text(f"{password}\n")
-    with served(document(2), gate=Gate(str(config))) as url:
-        yield url, certificates.folder
+# An agent with TLS.
 
 
 @pytest.mark.seam
-def test_an_agent_behind_tls_and_a_password(capsys, guarded):
-    url, folder = guarded
-    trust = [f"--url={url}", f"--ca={folder / 'ca.crt'}"]
-    login = [*trust, f"--cert={folder / 'both.pem'}", "--user=alice"]
-    assert run(capsys, *login, f"--password-file={folder / 'right'}")[0] == 0
-    for wrong, told in (
-        ([*login, f"--password-file={folder / 'wrong'}"], "401"),
-        ([*trust, f"--cert={folder / 'both.pem'}"], "401 Unauthorized: --user NAME"),
-        (trust, ""),
-        ([f"--url={url}"], "certificate verify failed"),
-    ):
-        code, out, err = run(capsys, *wrong)
-        assert (code, out) == (status.EX_UNAVAILABLE, "")
-        assert told in err
+def test_an_agent_that_demands_a_certificate(capsys, tmp_path):
+    certificates = Certificates.make(tmp_path)
+    both = tmp_path / "both.pem"
+    both.write_text("".join((tmp_path / f"client.{kind}").read_text() for kind in ("crt", "key")))
+    tls = ServerTls(PemFiles(*(certificates.path(name) for name in ("server.crt", "server.key", "ca.crt"))))
+    with served(document(2), tls) as url:
+        trust = [f"--url={url}", f"--ca={tmp_path / 'ca.crt'}"]
+        assert run(capsys, *trust, f"--cert={both}")[0] == 0
+        for wrong, told in ((trust, ""), ([f"--url={url}"], "certificate verify failed")):
+            code, out, err = run(capsys, *wrong)
+            assert (code, out) == (status.EX_UNAVAILABLE, "")
+            assert told in err
 
 
 @pytest.mark.seam

@@ -23,7 +23,7 @@ from elastic_ext.http import server as server_module
 from elastic_ext.http.pages import LastScrape
 from elastic_ext.http.server import CLIENT_TIMEOUT_S, MAX_CLIENTS, MAX_REQUEST, MetricsServer
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
-from tests.http.serving import serving
+from tests.http.serving import is_cut, serving
 from tests.jobs import EXT, Gate, Job
 from tests.ports import free_port
 from tests.until import LIMIT_S, until
@@ -62,7 +62,6 @@ while not select.select([sys.stdin], [], [], 0.2)[0]:
 FORMATS = [
     "application/openmetrics-text; version=1.0.0, text/plain",
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,text/plain;version=0.0.4;q=0.3",
-    "application/openmetrics-text; version=0.0.1, text/plain; version=1.0.0; escaping=dots",
     "application/openmetrics-text",
     "text/plain;version=0.0.4",
     "*/*",
@@ -144,7 +143,7 @@ def server_of_a_long_page() -> Iterator[MetricsServer]:
     page = pages.Page(HTTPStatus.OK, pages.TEXT, b"elastic_ext_round 1\n" * 100_000)
     with closing(MetricsServer({pages.METRICS: lambda _: page})) as started:
         assert started._server is not None
-        started._server._listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+        started._server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
         yield started
 
 
@@ -212,8 +211,7 @@ def test_the_whole_request_has_one_deadline(server, clock, sent):
         assert not select.select([client], [], [], 0)[0]
         clock.now = CLIENT_TIMEOUT_S
         scrape(server.url)
-        with pytest.raises(ConnectionResetError):
-            client.recv(1)
+        assert is_cut(client)
 
 
 @pytest.mark.full

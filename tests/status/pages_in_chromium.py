@@ -12,8 +12,8 @@ import pytest
 
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.http import pages
-from elastic_ext.http.gate import Gate
 from elastic_ext.http.server import MetricsServer
+from elastic_ext.http.tls import ServerTls
 from elastic_ext.status import job_status
 from elastic_ext.status.job_status import Document, Failure, GoodputPoint, Job, NodeStatus, RoundSpan, Straggler, Unknown
 from tests.programs import needs
@@ -43,21 +43,14 @@ def chromium() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def served(document: Document, gate: Gate | None = None) -> Iterator[str]:
+def served(document: Document, tls: ServerTls | None = None) -> Iterator[str]:
     """Serve a document with the agent's own page; yield the URL."""
-    server = MetricsServer(pages.of_job(lambda: job_status.encode(document).encode()), gate=gate)
+    server = MetricsServer(pages.of_job(lambda: job_status.encode(document).encode()), tls=tls)
     try:
         assert server.url is not None
         yield server.url
     finally:
         server.close()
-
-
-def hashed(password: str) -> str:
-    """Its bcrypt hash, as basic_auth_users has it."""
-    import bcrypt
-
-    return bcrypt.hashpw(password.encode(), bcrypt.gensalt(4)).decode()
 
 
 def failure(

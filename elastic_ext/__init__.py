@@ -17,6 +17,7 @@ _LAZY = {
     "accumulation": "elastic_ext.training",
     "health_barrier": "elastic_ext.training",
     "phase": "elastic_ext.training",
+    "report": "elastic_ext.training",
     "report_flops": "elastic_ext.training",
     "report_progress": "elastic_ext.training",
     "report_save_failed": "elastic_ext.training",
@@ -27,7 +28,7 @@ _LAZY = {
     "resume_step": "elastic_ext.training",
     "save_requested": "elastic_ext.training",
 }
-_MODULES = {"errors": "elastic_ext.errors", "metrics": "elastic_ext.training.metrics"}  # used without an import of their own
+_MODULES = {"errors": "elastic_ext.errors"}  # used without an import of their own
 
 
 def __getattr__(name: str) -> "Any":

@@ -249,7 +249,6 @@ class JobCompanions:
         stack.enter_context(logs.owned_directory())
         logs.run_dir, lock = stack.enter_context(launch.own_run_dir(spec.local_world_size))
         stack.callback(logs.remove)
-        self.observation.read_scripts(logs.run_dir)
         # readable when a worker has news
         self.wake_pipe = stack.enter_context(closing(WakePipe(os.path.join(logs.run_dir, "wake"))))
         tails = extras and settings.stderr_tail and isinstance(spec.entrypoint, str)  # a function has the agent's own stderr

@@ -33,8 +33,15 @@ from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status
 from elastic_ext.status.job_status import NodeReport, Own, ReportAges, RoundHistory, Sources, Straggler, age_s
-from elastic_ext.telemetry import families, script_metrics
-from elastic_ext.telemetry.agent_metrics import AgentMetrics, EtcdHealth, LatenessMetrics, OutageChange, VerdictMetrics
+from elastic_ext.telemetry import families
+from elastic_ext.telemetry.agent_metrics import (
+    AgentMetrics,
+    EtcdHealth,
+    LatenessMetrics,
+    OutageChange,
+    VerdictMetrics,
+    WorkerProgress,
+)
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -368,7 +375,7 @@ class Observation(companion.Companion):
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
         self.node = OwnNode(handler, metrics)  # as the status shows it
-        self._scripts: script_metrics.ScriptMetrics | None = None
+        self._last_rows: Sequence[WorkerProgress] = ()  # of the workers, at the end of the last round
         self._job: JobView | None = None
         self._serving: Serving | None = None
         self._file: pages.TextFile | None = None
@@ -389,27 +396,10 @@ class Observation(companion.Companion):
         """Address of the metrics; None if they are not served."""
         return self._serving.url if self._serving is not None else None
 
-    def read_scripts(self, run_dir: str) -> None:
-        """Show the metrics that the scripts define, too, from files in the agent's private directory. Call this once."""
-        if not self._settings.metrics and self._settings.metrics_file is None:
-            return
-        try:
-            self._scripts = script_metrics.ScriptMetrics(os.path.join(run_dir, "metrics"))
-            self._metrics.registry.register(self._scripts)
-        except OSError as error:
-            logger.warning("metrics of scripts are not shown: %s", error)
-
-    def message(self, round: int, local_rank: int, rank: int) -> dict[str, object]:
-        """Return what a worker of the round that begins has to know; see workers.worker_env."""
-        return self._scripts.message(round, local_rank, rank) if self._scripts is not None else {}
-
     def gauges(self, rank: int) -> Mapping[str, float]:
-        """Return what the script of this rank shows of itself, if it is on this node; see `ScriptMetrics.gauges`."""
-        return self._scripts.gauges(rank) if self._scripts is not None else {}
-
-    def check(self, workers: companion.LocalWorkers) -> None:
-        if self._scripts is not None:
-            self._scripts.look()
+        """Return what the script of this rank reports, if it is on this node: in this round, or at the end of the last one."""
+        rows = self._metrics.progress() or self._last_rows
+        return next((dict(each.row.gauges) for each in rows if each.rank == rank), {})
 
     def late(self, stragglers: Sequence[Straggler], largest: float | None) -> None:
         """Show which ranks and hosts are late. largest: share of a step of the latest, named or not; None if unknown."""
@@ -424,8 +414,7 @@ class Observation(companion.Companion):
     def workers_ended(self, workers: companion.LocalWorkers) -> None:
         self.late((), None)
         self.node.now(time.monotonic())  # how far they came: their progress table can still be read
-        if self._scripts is not None:
-            self._scripts.round_ended()
+        self._last_rows = workers.rows()
 
     def joined(self, group: WorkerGroup, round_: int, resumed_at: int | None) -> None:
         """Show this node's place in the round that it has joined. resumed_at: step that it starts from; None if unknown."""

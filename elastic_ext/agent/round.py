@@ -537,14 +537,7 @@ class RoundStart:
             directories = (self._settings.checkpoint_dir, self._settings.local_dir)
             if self._settings.checkpoint_dir is not None:
                 message["saves_below"] = [open_storage(each).address for each in directories if each is not None]
-        self._logs.messages = {
-            local_rank: {
-                **message,
-                "slot": local_rank,
-                **companions.observation.message(self._handler.round, local_rank, each.global_rank),
-            }
-            for local_rank, each in enumerate(self._group.workers)
-        }
+        self._logs.messages = {local_rank: {**message, "slot": local_rank} for local_rank in range(len(self._group.workers))}
         if progress is not None:
             companions.warm_starts.before_start()
 

@@ -18,7 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client import CollectorRegistry, Metric, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from elastic_ext.base import diagnosis, printable, threads
 from elastic_ext.events.event_table import FIRST_STEP, MEMBERSHIP, PastRecovery
@@ -80,6 +82,7 @@ class AgentMetrics(families.FamilyCollector):
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self.registry.register(self.goodput)
+        self.registry.register(ScriptGauges(progress))
         ProcessCollector(registry=self.registry)
 
     @property
@@ -248,6 +251,26 @@ class AgentMetrics(families.FamilyCollector):
         yield "memory_parts", (families.FAILED,), row.parts_not_sent
         yield "memory_sent_bytes", (), row.sent_bytes
         yield "memory_every_steps", (), row.copy_every or None
+
+
+class ScriptGauges(Collector):
+    """What scripts show of themselves by `elastic_ext.report`, by the names that they have given."""
+
+    def __init__(self, progress: Callable[[], Sequence[WorkerProgress]]) -> None:
+        """progress: see `AgentMetrics`."""
+        self._progress = progress
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the names are not known before the scripts run, and never those of the agent."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        found: dict[str, GaugeMetricFamily] = {}
+        for each in self._progress():
+            for name, value in each.row.gauges:
+                new = GaugeMetricFamily(name, "Reported by the script.", labels=("local_rank", "rank"))
+                found.setdefault(name, new).add_metric((str(each.local_rank), str(each.rank)), value)
+        return found.values()
 
 
 def _label(value: str) -> str:

@@ -1,5 +1,5 @@
 """This process as a worker of the agent: its row of the progress table, the address of the round's store, and what a script
-reports besides its optimizer steps: progress, phases and amounts of work.
+reports besides its optimizer steps: progress, phases, amounts of work and gauges.
 
 `workers.worker_env` defines the message with which the agent describes the worker; `workers.progress_layout` defines the table
 in shared memory.
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import mmap
+import numbers
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -38,6 +40,10 @@ class ProgressRow:
             with open(path, "r+b") as file:
                 table = memoryview(mmap.mmap(file.fileno(), first + progress_layout.ROW_BYTES))[first:]
         self.words = table.cast("Q")
+        self._floats = table.cast("d")
+        self._gauges: dict[str, int] = {}  # the place of each value, by name
+        self._adding = threading.RLock()  # re-entrant: a signal's handler may report, too
+        self._free = list(range(progress_layout.GAUGES, progress_layout.AGENT_FIELDS, progress_layout.GAUGE_FIELDS))
         self._wake_path = wake_path
 
     def enter_phase(self, phase: int, failed: bool = False) -> None:
@@ -58,6 +64,28 @@ class ProgressRow:
         if not self.words[progress_layout.ENDS_WITH]:
             progress_layout.settle(self.words, time.monotonic_ns())
             self.words[progress_layout.DOING] = doing
+
+    def show(self, name: str, value: float) -> None:
+        """Set a gauge. Raises UsageError if there are too many."""
+        if name not in self._gauges:
+            with self._adding:
+                self._add(name, value)
+        self._floats[self._gauges[name]] = value
+
+    def _add(self, name: str, value: float) -> None:
+        if name in self._gauges:  # another thread was first
+            return
+        if not self._free:
+            raise UsageError(
+                f"report({name}=...): it comes after {progress_layout.MOST_GAUGES} other names ({', '.join(self._gauges)}): "
+                "report fewer; a name should not hold a step or an id"
+            )
+        at = self._free.pop(0)
+        self._gauges[name] = at + 1
+        self._floats[at + 1] = value
+        padded = name.encode().ljust(progress_layout.GAUGE_NAME_BYTES, b"\0")
+        self.words[at + 2 : at + progress_layout.GAUGE_FIELDS] = memoryview(padded).cast("Q")
+        self.words[at] = len(name)
 
     def report_saved(self, step: int, seconds: float, answered: int | None, after: int) -> None:
         """Report a complete checkpoint of `step`, which took `seconds`.
@@ -215,6 +243,28 @@ class Phase:
 
     def __exit__(self, kind: type[BaseException] | None, *exc: object) -> None:
         this_worker().row.enter_phase(self._before, failed=kind is not None)
+
+
+def report(**gauges: float) -> None:
+    """Show numbers of this worker, such as its loss, at the agent's /metrics: `report(loss=2.5, learning_rate=1e-4)`.
+
+    Each is a gauge with the labels local_rank and rank. It shows what was reported last, and ends with its worker. A worker may
+    have progress_layout.MOST_GAUGES names. What a child of the worker reports is not shown.
+
+    Raises UsageError: a name that Prometheus does not allow or that begins as the agent's own do, too many names, or what is no
+    number of Python or NumPy.
+    """
+    for name, value in gauges.items():
+        if not progress_layout.is_gauge_name(name):
+            raise UsageError(
+                f"report(): {name!r}: expected a name of letters, digits and underscores, {progress_layout.GAUGE_NAME_BYTES} at "
+                f"most, with no digit first, and neither {' nor '.join(progress_layout.OWN_PREFIXES)} in front"
+            )
+        if not isinstance(value, numbers.Real):  # float() of a tensor would wait for its device
+            raise UsageError(f"report({name}=...): expected a number, got {type(value).__name__}; of a tensor, report .item()")
+    row = this_worker().row
+    for name, value in gauges.items():
+        row.show(name, float(value))
 
 
 MOST_FLOPS = 1e21  # of one call: days of a GPU. The agent's word for the sum holds 1.8e25

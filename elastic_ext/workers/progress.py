@@ -99,6 +99,16 @@ def _account(row: memoryview) -> str:
     return layout.ACCOUNTS[layout.account(doing, _phase(row), row[layout.STEPS], row[layout.REPEATED])]
 
 
+def _gauges(row: memoryview) -> tuple[tuple[str, float], ...]:
+    found = {}
+    for at in range(layout.GAUGES, layout.AGENT_FIELDS, layout.GAUGE_FIELDS):
+        if 0 < row[at] <= layout.GAUGE_NAME_BYTES:
+            name = row[at + 2 : at + layout.GAUGE_FIELDS].tobytes()[: row[at]].decode("latin-1")
+            if layout.is_gauge_name(name):  # the script can write anything here
+                found[name] = row[at + 1 : at + 2].cast("B").cast("d")[0]
+    return tuple(found.items())
+
+
 @dataclass(frozen=True)
 class Progress:
     """One worker's row, decoded: each field names its place in the row, where `progress_layout` says more.
@@ -162,6 +172,8 @@ class Progress:
     jit_saves: bool = _flag(layout.JIT_SAVES)  # its handler of SIGTERM is transformers' own, for a just-in-time save
     resumes: bool = _flag(layout.RESUMES)  # the script takes the agent's word for what to resume from
     record_broken: bool = _flag(layout.RECORD_BROKEN)  # what its journal of saves says may not be believed
+
+    gauges: tuple[tuple[str, float], ...] = field(default=(), metadata={"decode": _gauges})  # names and values, as reported
 
     @property
     def stepping_s(self) -> float:

@@ -1,6 +1,6 @@
 """The progress table: shared memory in which workers write their progress and the agent reads it.
 
-Wire protocol, version 12. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
+Wire protocol, version 14. The table is a file with one row per worker of this node, in slot order. A row has ROW_BYTES bytes:
 native unsigned 64-bit fields at the indices below. Each field has one writer and is written by one store, so there are no locks.
 The bootstrap and `elastic_ext.training` write the fields below AGENT_FIELDS; the agent writes those from AGENT_FIELDS on. The
 bootstrap sets its fields to 0 when the worker starts, and writes PID last: while PID is 0, the other fields mean nothing.
@@ -10,8 +10,8 @@ The agent announces the table and its version in `worker_env`. Increase VERSION 
 This file is loaded by path in every worker before the user's script, so it imports nothing.
 """
 
-VERSION = 13
-ROW_BYTES = 2048
+VERSION = 14
+ROW_BYTES = 4096
 
 PID = 0  # pid of the worker; 0 until all other fields are in place
 STEPS = 1  # optimizer steps done
@@ -97,10 +97,23 @@ JIT_SAVES = COPIES + 13  # 1: SIGTERM only begins transformers' just-in-time sav
 RECORD_BROKEN = COPIES + 14  # 1: a line of the record of saves could not be written: none of it may be believed
 RESUMES = COPIES + 15  # 1: the script takes the agent's word for what to resume from, so None makes it begin from nothing
 
+# What the script shows of itself by `elastic_ext.report`. Of each gauge: the size of its name in bytes, written last, 0: there is
+# none; its value, a float64; its name in ASCII, padded.
+GAUGES = COPIES + 16
+MOST_GAUGES = 16
+GAUGE_NAME_BYTES = 64
+GAUGE_FIELDS = 2 + GAUGE_NAME_BYTES // 8
+OWN_PREFIXES = ("elastic_ext_", "process_")  # of the agent's own families
+
 # Written by the agent.
-AGENT_FIELDS = COPIES + 16
+AGENT_FIELDS = GAUGES + MOST_GAUGES * GAUGE_FIELDS
 SAVE_WANTED = AGENT_FIELDS  # number of the latest requested save on demand
 REPEATED = AGENT_FIELDS + 1  # how many of the first steps were done before the restart
+
+
+def is_gauge_name(name: str) -> bool:
+    """Return whether Prometheus allows this name, and it is not the agent's."""
+    return name.isascii() and name.isidentifier() and len(name) <= GAUGE_NAME_BYTES and not name.startswith(OWN_PREFIXES)
 
 
 def note_sign(row: memoryview, now_ns: int) -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
         # {"modules": [[NAME, FILE or null], ...], "changed": [names of environment variables set by the script]}
         modules: str
         store: tuple[str, int]  # host and port of the round's store
-        metrics: str  # beginning of the path of a file with metrics of the script; see base.metric_files
         integrity_every: int  # every how many optimizer steps to hash what is a replica; where, see `hashes_path`
         stragglers: str  # the setting, unless it is off
         journal: str  # beginning of the paths of the journals of saves; see bootstrap/saves.py

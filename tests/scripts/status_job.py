@@ -20,7 +20,6 @@ dist.init_process_group("gloo")
 weight = torch.nn.Parameter(torch.ones(1))
 optimizer = torch.optim.SGD([weight], 0.1)
 elastic_ext.report_total_steps(total)
-loss = elastic_ext.metrics.gauge("loss", "Of the last step.")
 
 
 def wait_at(name: str) -> None:
@@ -35,7 +34,7 @@ for step in range(first, total + 1):
         os.kill(os.getpid(), signal.SIGKILL)
     weight.grad = torch.ones(1)
     dist.all_reduce(weight.grad)
-    loss.set(1 / step if rank == 0 else 7)
+    elastic_ext.report(loss=1 / step if rank == 0 else 7)
     if attempt and step == first:
         sys.stdout.write(f"again {rank}\n")
         sys.stdout.flush()

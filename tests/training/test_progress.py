@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
+from typing import ClassVar
 
+import numpy
 import pytest
+import torch
+from prometheus_client import generate_latest
 
 import elastic_ext
 from elastic_ext.base.errors import RanksMissing, UsageError
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, WorkerProgress
 from elastic_ext.training import progress, saves
 from elastic_ext.training.progress import doing
 from elastic_ext.workers import progress_layout, worker_env
 from elastic_ext.workers.progress import ProgressTable, WakePipe
+from tests.reference import DOCS
 
 
 class Store:
@@ -134,6 +143,7 @@ def test_without_the_agent_nothing_happens(monkeypatch):
     with elastic_ext.phase("eval"):
         assert not elastic_ext.save_requested()
     elastic_ext.report_saved(1, 1.0)
+    elastic_ext.report(loss=2.5)
     assert elastic_ext.resume_from() is None
     assert elastic_ext.resume_step() is None
 
@@ -184,3 +194,88 @@ def test_names_for_scripts():
 def test_the_errors_need_no_import_of_their_own():
     code = "import elastic_ext; assert elastic_ext.errors.RanksMissing is elastic_ext.RanksMissing"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# Gauges.
+
+
+def test_gauges_are_in_the_table(table, as_worker):
+    elastic_ext.report(loss=2.5, learning_rate=1e-4)
+    elastic_ext.report(loss=numpy.float32(1.5), epochs=3, worst=math.nan)
+    shown = dict(table.read(1).gauges)
+    assert math.isnan(shown.pop("worst"))
+    assert shown == {"loss": 1.5, "learning_rate": 1e-4, "epochs": 3.0}
+    assert table.read(0).gauges == table.read(2).gauges == ()
+
+
+def test_the_code_on_the_page_is_shown(table, as_worker):
+    section = (DOCS / "metrics.md").read_text().partition("## Your own metrics")[2]
+    code, shown = re.findall(r"```(?:python)?\n(.*?)```", section, re.DOTALL)
+    exec(code, {})
+    metrics = AgentMetrics(version="1", torch="2", run_id="r", progress=lambda: [WorkerProgress(0, 0, table.read(1))])
+    page = generate_latest(metrics.registry).decode()
+    assert [float(line.split()[1]) for line in shown.splitlines()] == [2.5, 1e-4]
+    assert all(line in page for line in (each.split()[0] for each in shown.splitlines()))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"1st": 1}, "with no digit first"),
+        ({"train/loss": 1}, "letters, digits and underscores"),
+        ({"verlust_größe": 1}, "letters, digits and underscores"),
+        ({"elastic_ext_step": 1}, "neither elastic_ext_ nor process_ in front"),
+        ({"process_open_fds": 1}, "neither elastic_ext_ nor process_ in front"),
+        ({"x" * 65: 1}, "64 at most"),
+        ({"loss": "2.5"}, "expected a number, got str"),
+        ({"loss": None}, "expected a number, got NoneType"),
+        ({"loss": torch.ones(1)}, r"got Tensor; of a tensor, report \.item\(\)"),
+        ({f"g{number}": 0 for number in range(17)}, "it comes after 16 other names"),
+    ],
+)
+def test_a_wrong_gauge_is_an_error(table, as_worker, given, told):
+    with pytest.raises(UsageError, match=told) as error:
+        elastic_ext.report(**given)
+    assert "\n" not in str(error.value)
+
+
+def test_sixteen_gauges_of_the_longest_names(table, as_worker):
+    given = {f"{number:_>64}": float(number) for number in range(16)}
+    for _ in range(2):
+        elastic_ext.report(**given)
+    assert dict(table.read(1).gauges) == given
+
+
+@pytest.mark.parametrize("name", [b"elastic_ext_step", b"two words", b"\xff\xff", b"", b"x" * 64])
+def test_rubbish_in_the_table_is_no_gauge(table, as_worker, name):
+    elastic_ext.report(loss=1)
+    row = progress.this_worker().row.words
+    second = progress_layout.GAUGES + progress_layout.GAUGE_FIELDS
+    row[second + 2 : second + progress_layout.GAUGE_FIELDS] = memoryview(name.ljust(64, b"\0")).cast("Q")
+    row[second] = len(name) or 2**63
+    row[second + progress_layout.GAUGE_FIELDS] = 3  # a name of zeros
+    assert [each for each, _ in table.read(1).gauges] == ["loss", *(["x" * 64] if name == b"x" * 64 else [])]
+
+
+def test_two_threads_add_a_gauge_once():
+    """Neither finds it there before the other does."""
+    both = threading.Barrier(2)
+
+    class Gauges(dict[str, int]):
+        looked: ClassVar = threading.local()
+
+        def __contains__(self, name: object) -> bool:
+            found = super().__contains__(name)
+            if not hasattr(self.looked, "once"):
+                self.looked.once = True
+                both.wait()
+            return found
+
+    row = progress.ProgressRow()
+    row._gauges, places = Gauges(), len(row._free)
+    threads = [threading.Thread(target=row.show, args=("loss", 1.0)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(row._free) == places - 1

@@ -98,12 +98,6 @@ class Companion:
     def workers_ended(self, workers: LocalWorkers) -> None:
         """Called when the round is over. This is the last chance to read the progress table."""
 
-    def job_ended(self, clean: bool) -> None:
-        """Called once, after all rounds. clean: the job ended well."""
-
-    def flush(self, limit_s: float) -> None:
-        """Called once, last of all: wait for what is on its way, for limit_s seconds at most."""
-
 
 class EndLimit:
     """Time that several waits share. All receivers start first, and are then waited for: so they work side by side."""

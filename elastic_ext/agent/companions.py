@@ -6,9 +6,8 @@ import logging
 import math
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 
 import torch
@@ -26,100 +25,16 @@ from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.address import own_interface
 from elastic_ext.rendezvous.contract import Rendezvous
-from elastic_ext.status.trainjob import Poster, Target, Training, TrainJobState, body_of, target_of
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.helper_processes import Reaper
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
-from elastic_ext.workers.progress import Progress, WakePipe
+from elastic_ext.workers.progress import WakePipe
 from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
 
 logger = logging.getLogger(__name__)
 
 HURRIED_SHARE_S = 0.3  # the other nodes wait for this one to leave
-
-
-def training_of(worker: Progress, resumed_at: int | None, restarts: int) -> Training | None:
-    """Return how far the training is; None if it has not begun, or if the script posts its status itself.
-
-    worker: rank 0. resumed_at: step of the checkpoint that the round resumes from. Where it is unknown, the round starts from the
-    beginning.
-    """
-    if not worker.pid or not worker.steps or worker.posts_status:
-        return None
-    before = worker.steps_before if worker.steps_before is not None else resumed_at or 0
-    return Training(before + worker.steps, worker.total_steps, worker.step_s, restarts)
-
-
-class TrainJobReports(Companion):
-    """Posts to Kubeflow Trainer while rank 0 is on this node."""
-
-    def __init__(
-        self, target: Target, interval_s: float, restarts: Callable[[], int], gauges: Callable[[], Mapping[str, float]]
-    ) -> None:
-        """restarts: see Training. gauges: what the script of rank 0 shows of itself, if it is on this node."""
-        self._restarts, self._read_gauges = restarts, gauges
-        self._lock = threading.Lock()
-        self._workers: LocalWorkers | None = None  # of this round, if rank 0 is among them
-        self._slot = 0  # its local rank
-        self._last: Training | None = None
-        self._gauges: Mapping[str, float] = {}  # of rank 0
-        self._begun = False  # this round's first step was posted
-        self._done = False
-        self._poster = Poster(target, interval_s, self.body)
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        slots = [local_rank for local_rank, rank in workers.ranks.items() if rank == 0]
-        with self._lock:
-            self._workers = workers if slots else None
-            self._begun = False
-            if slots:
-                self._slot = slots[0]
-            else:
-                self._last, self._gauges = None, {}  # another node posts from now on
-
-    def check(self, workers: LocalWorkers) -> None:
-        with self._lock:
-            changed = not self._begun and self._read() is not None
-            self._begun = self._begun or changed
-        if changed:
-            self._poster.changed()
-
-    def workers_ended(self, workers: LocalWorkers) -> None:
-        with self._lock:
-            self._last = self._read() or self._last
-            self._gauges = self._read_gauges() or self._gauges  # those of the next round are others
-            self._workers = None
-            changed = self._last is not None and (workers.processes.failed or bool(workers.processes.running))
-        if changed:  # else the job ends well, which job_ended posts, or other nodes still train
-            self._poster.changed()
-
-    def job_ended(self, clean: bool) -> None:
-        if clean:
-            with self._lock:
-                self._done = True
-            self._poster.changed()
-        self._poster.end()
-
-    def flush(self, limit_s: float) -> None:
-        self._poster.close(limit_s)
-
-    def body(self) -> bytes | None:
-        """Return the status to post now; None if this agent has nothing to post. Any thread may call this."""
-        with self._lock:
-            now = self._read()
-            if now is not None:  # before the first step of a round, `_last` and `_gauges` are both those of the round before
-                self._last, self._gauges = now, self._read_gauges() or self._gauges
-            trains = now is not None and self._workers is not None and not self._workers.processes.stopped
-            state = TrainJobState.DONE if self._done else TrainJobState.TRAINING if trains else TrainJobState.STOPPED
-            return body_of(self._last, state, time.time(), self._gauges) if self._last is not None else None
-
-    def _read(self) -> Training | None:
-        """Return how far rank 0 is, if it trains on this node. The caller holds the lock."""
-        workers = self._workers
-        if workers is None or workers.progress is None:
-            return None
-        return training_of(workers.progress.read(self._slot), workers.resumed_at, self._restarts())
 
 
 class WarmStarts(Companion):
@@ -266,20 +181,16 @@ class JobCompanions:
         self.copier = copier.start(settings, self.token, metrics)  # None without a local tier
         handler.reaper_runs = self.reaper.runs
         # those that the loop calls as a `Companion`, in this order. A new companion is one more line here
-        self.round_companions = self._beside_workers(settings, handler)
+        self.round_companions = self._beside_workers()
 
-    def _beside_workers(self, settings: Settings, handler: Rendezvous) -> list[Companion]:
-        companions: list[Companion] = [
+    def _beside_workers(self) -> list[Companion]:
+        return [
             LinkLooks(self.host),
             self.warm_starts,
             self.observation,
             self.journal,
             *([CopierUpdates(self.copier)] if self.copier is not None else []),
         ]
-        interval_s = settings.trainjob_interval
-        if interval_s > 0 and (target := target_of(os.environ)) is not None:
-            companions.append(TrainJobReports(target, interval_s, lambda: handler.round - 1, lambda: self.observation.gauges(0)))
-        return companions
 
     def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
         """Show and report which ranks and hosts are late. Any thread may call this."""
@@ -312,16 +223,16 @@ class JobCompanions:
         kill_at = math.inf if copy_s is None else time.monotonic() + copy_s
         self.journal.clean = clean
         received: list[int] = []
-        well, limit_s = False, HURRIED_S  # if a signal ends a wait
+        limit_s = HURRIED_S  # if a signal ends a wait
         try:
             try:
                 left = self._end_starts_and_copies(copy_s)  # before the reaper is closed, which would end the copier
-                well, limit_s = clean and not left, END_S if copy_s is None else HURRIED_S
+                limit_s = END_S if copy_s is None else HURRIED_S
             finally:
                 self.reaper.close(clean)
         finally:
             with threads.held() as received:
-                self._report_end(well, min(limit_s, kill_at - time.monotonic()))
+                self._report_end(min(limit_s, kill_at - time.monotonic()))
         threads.raise_again(received)  # unless this agent ends by an exception anyway
         return left
 
@@ -337,14 +248,9 @@ class JobCompanions:
                 left = self.copier.close(copy_s)
         return left
 
-    def _report_end(self, well: bool, limit_s: float) -> None:
-        """Report the end. well: the job ended well. limit_s: seconds for all who take it. No signal may come between."""
+    def _report_end(self, limit_s: float) -> None:
+        """Report the end. limit_s: seconds for all who take it. No signal may come between."""
         end_limit = self.journal.end_limit
         end_limit.begin(limit_s)
-        for companion in self.round_companions:
-            companion.job_ended(well)
-        self.observation.goodput.end()
-        for companion in self.round_companions:
-            companion.flush(end_limit.left_s())
         self.observation.goodput.close(end_limit.left_s())
         self.observation.show_last(end_limit.left_s())

@@ -151,7 +151,7 @@ class JobView:
     def _report(self, last: bool) -> bool:
         """Return whether it was written."""
         report = self._node.now(time.monotonic()).report
-        shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=())
+        shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=(), gauges=())
         try:
             self._handler.show(job_status.encode_report(shown), last)
         except (errors.ElasticExtError, OSError) as error:
@@ -215,6 +215,7 @@ def _with_progress(report: NodeReport, rows: Sequence[Progress], resumed_at: int
     return replace(
         report,
         step=(resumed_at if slowest.steps_before is None else slowest.steps_before) + slowest.steps,
+        total_steps=max((row.total_steps for row in rows if row.total_steps), default=None),
         steps_per_s=round((slowest.steps - 1) / slowest.stepping_s, 3) if slowest.stepping_s > 0 else None,
         last_step_s=age_s(now, min(last_steps) / 1e9) if last_steps else None,
         saved_step=saved.saved_step if saved is not None else None,
@@ -227,6 +228,8 @@ def after(before: NodeReport, report: NodeReport, later_s: float) -> NodeReport:
     if report.step is None and before.step is not None:
         last_step_s = before.last_step_s + later_s if before.last_step_s is not None else None
         report = replace(report, step=before.step, last_step_s=last_step_s)
+    if report.total_steps is None:  # in a new round the script has not reported it yet
+        report = replace(report, total_steps=before.total_steps)
     if report.saved_step is None and before.saved_step is not None:
         report = replace(report, saved_step=before.saved_step, saved_s=(before.saved_s or 0.0) + later_s)
     return report
@@ -261,6 +264,7 @@ class OwnNode:
     def __init__(self, handler: Rendezvous, metrics: AgentMetrics) -> None:
         self.place = NodePlace()
         self.on_state: Callable[[], None] = lambda: None  # called by the loop when its state has changed; it must return at once
+        self.read_gauges: Callable[[], Mapping[str, float]] = dict  # of the script of rank 0, if it is on this node
         self._stragglers: tuple[Straggler, ...] = ()
         self._uncompared = ""
         self._handler, self._metrics = handler, metrics
@@ -296,6 +300,7 @@ class OwnNode:
         """Return what it knows at `now`."""
         report = own_report(self._handler.host, self._metrics, self.place, self._handler.round, now)
         spent = self._metrics.goodput.job()
+        gauges = job_status.gauges_of(self.read_gauges())
         with self._lock:
             # Not before the first round: until then nothing is known of what the job has spent before this agent.
             if self._points or self._metrics.state == families.RUNNING:
@@ -305,7 +310,7 @@ class OwnNode:
             if report.step is not None or report.saved_step is not None:
                 self._last = now, report
             spans = self._history.spans(now)
-            report = replace(report, rounds=spans, stragglers=self._stragglers, uncompared=self._uncompared)
+            report = replace(report, rounds=spans, stragglers=self._stragglers, uncompared=self._uncompared, gauges=gauges)
             return Own(self._handler.node_id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
 
 
@@ -375,6 +380,7 @@ class Observation(companion.Companion):
             etcd.lease_until = lease_until
             metrics.registry.register(etcd)
         self.node = OwnNode(handler, metrics)  # as the status shows it
+        self.node.read_gauges = lambda: self.gauges(0)
         self._last_rows: Sequence[WorkerProgress] = ()  # of the workers, at the end of the last round
         self._job: JobView | None = None
         self._serving: Serving | None = None

@@ -425,8 +425,6 @@ class Settings:
         "--shutdown-timeout if that is less")
     topology: str | None = _setting(None, TEXT,
         "location of this node, e.g. its rack; new nodes get ranks in the order of their locations")
-    trainjob_interval: float = _setting(30.0, SECONDS,
-        "Kubeflow Trainer: seconds between two updates of the TrainJob's status, if the TrainJob asks for them; 0: no updates")
     unsafe_etcd: bool = _setting(False, BOOLEAN,
         "`job:` on three hosts: accept etcd 3.5.0 to 3.5.2, although a member that is killed may lose writes for good")
     verify: str = _setting("sampled", one_of("off", "sampled", "full"),

@@ -183,7 +183,8 @@ def _facts(document: Document) -> Iterator[str]:
     last = " in the last round" if job.state in ENDED_STATES else ""
     yield f"{counted(job.nodes, 'node')}, {counted(job.world_size, 'worker')}{last}"
     if job.step is not None:
-        yield f"step {job.step}" + (f" at {job.steps_per_s:.2f}/s" if job.steps_per_s is not None else "")
+        total = f" of {job.total_steps}" if job.total_steps is not None else ""
+        yield f"step {job.step}{total}" + (f" at {job.steps_per_s:.2f}/s" if job.steps_per_s is not None else "")
     if job.saved_step is not None:
         yield f"saved step {job.saved_step} {age(job.saved_s)} ago"
     yield f"restarts charged: {job.restarts_charged}" + (f" of {job.restarts_limit}" if job.restarts_limit is not None else "")

@@ -25,6 +25,8 @@ from elastic_ext.telemetry import families
 REPORT_SCHEMA = 1
 MAX_ROUNDS = 50  # the newest are reported
 MAX_WHY = 300  # characters
+MAX_GAUGES = 32  # of the script of rank 0
+MAX_GAUGE = 64  # characters of its name; Kubeflow Trainer takes as many
 
 Step = Annotated[int, Within(0, 2**63 - 1)]
 Ratio = Annotated[float, Within(0, 1e9)]
@@ -68,6 +70,20 @@ class RoundSpan:
 
 
 @dataclass(frozen=True)
+class Gauge:
+    """What the script of rank 0 shows of itself, such as its loss. value: as text, because JSON has no nan."""
+
+    name: NameOrEmpty
+    value: str
+
+
+def gauges_of(values: Mapping[str, float]) -> tuple[Gauge, ...]:
+    """Return the first MAX_GAUGES of these values by name."""
+    fitting = [Gauge(name, f"{value:.6g}") for name, value in values.items() if len(name) <= MAX_GAUGE]
+    return tuple(fitting[:MAX_GAUGES])
+
+
+@dataclass(frozen=True)
 class NodeReport:
     name: NameOrEmpty  # of its host
     state: str  # what its agent does, one of `families.STATES`
@@ -80,6 +96,7 @@ class NodeReport:
     # optimizer steps of its slowest worker, counted from what the script reports, or from the checkpoint that the round resumed
     # from; None if unknown
     step: Step | None = None
+    total_steps: Step | None = None  # of the whole job, as its script reported them
     steps_per_s: Ratio | None = None  # mean since the first step of the round; None before the second
     last_step_s: Seconds | None = None  # age of the last step of the worker whose last step is oldest; None before the first
     # saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first
@@ -89,7 +106,9 @@ class NodeReport:
     stragglers: tuple[Straggler, ...] = ()  # of the whole job; only the node of rank 0 reports them
     uncompared: str = ""  # why no replicas of one of its workers are compared, though `integrity_every` is set; ""
     at: str = ""  # wall clock of the node at this moment, as text, for people only
-    rounds: tuple[RoundSpan, ...] = ()  # those that this agent saw, oldest first; only the node of rank 0 reports them
+    # those that this agent saw, oldest first. Only the node of rank 0 reports them, and its script's gauges
+    rounds: tuple[RoundSpan, ...] = ()
+    gauges: tuple[Gauge, ...] = ()
 
 
 def encode_report(report: NodeReport) -> str:
@@ -176,6 +195,7 @@ class Job:
     last_verdict: Failure | None  # None before the first
     # step, steps_per_s: of the slowest node in the round; the step, of those that reported last
     step: int | None = None
+    total_steps: int | None = None  # as the script reported them
     steps_per_s: float | None = None
     # saved_step, saved_s: of the newest checkpoint that a node saw committed
     saved_step: int | None = None
@@ -195,6 +215,7 @@ class NodeStatus:
     workers: int = 0
     state_s: float | None = None
     step: int | None = None
+    total_steps: int | None = None
     steps_per_s: float | None = None
     last_step_s: float | None = None
     saved_step: int | None = None
@@ -237,6 +258,7 @@ class Document:
     rounds: tuple[RoundSpan, ...] = ()
     failures: tuple[Failure, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
+    gauges: tuple[Gauge, ...] = ()  # of the script of rank 0, in this round
     refused: tuple[Refusal, ...] = ()
     goodput: tuple[goodput.StateSeconds, ...] = ()  # of all hosts together, over all rounds and agents of the job
     goodput_points: tuple[GoodputPoint, ...] = ()  # earlier values of it, since the agent that shows this started
@@ -307,6 +329,7 @@ def build(sources: Sources) -> Document:
         rounds=tuple(replace(each, why=cut(shown(verdicts.get(each.round, each.why)), MAX_TEXT)) for each in rounds),
         failures=failures,
         stragglers=_stragglers(reports),
+        gauges=_gauges(reports),
         refused=tuple(Refusal(shown(host), cut(shown(why), MAX_TEXT)) for host, why in sorted(status.refused.items())),
         goodput=tuple(goodput.StateSeconds(each.state, round(each.seconds, 3)) for each in spent),
         goodput_points=own.points if own is not None else (),
@@ -358,6 +381,7 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         restarts_limit=last.limit if last is not None else None,
         last_verdict=last,
         step=min((each.step for each in of_round if each.step is not None and each.id in fresh), default=None),
+        total_steps=max((each.total_steps for each in of_round if each.total_steps is not None), default=None),
         steps_per_s=min((each.steps_per_s for each in of_round if each.steps_per_s is not None), default=None),
         saved_step=saved.saved_step if saved is not None else None,
         saved_s=saved.saved_s if saved is not None else None,
@@ -416,6 +440,7 @@ def _node(status: JobStatus, id_: str, known: tuple[NodeReport, float | None] | 
         workers=report.workers,
         state_s=_older(report.state_s, later),
         step=report.step,
+        total_steps=report.total_steps,
         steps_per_s=report.steps_per_s,
         last_step_s=_older(report.last_step_s, later),
         saved_step=report.saved_step,
@@ -464,6 +489,13 @@ def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple
     found = [report for report, _ in reports.values() if report.node_rank == 0 and report.state == families.RUNNING]
     newest = max(found, key=lambda report: report.round, default=None)
     return tuple(replace(each, node=shown(each.node)) for each in newest.stragglers) if newest is not None else ()
+
+
+def _gauges(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Gauge, ...]:
+    """Return those of the newest round. Another node may have had rank 0 before."""
+    newest = max((report for report, _ in reports.values() if report.gauges), key=lambda report: report.round, default=None)
+    found = newest.gauges[:MAX_GAUGES] if newest is not None else ()
+    return tuple(Gauge(cut(shown(each.name), MAX_GAUGE), cut(shown(each.value), MAX_GAUGE)) for each in found)
 
 
 def _uncompared(reports: Sequence[NodeReport]) -> list[Unknown]:

@@ -143,7 +143,6 @@ class Progress:
     answers: int = _count(layout.ANSWERS)  # changes with each answer; 0: it answers no ANSWER_SIGNAL, which would kill it
     total_steps: int | None = field(default=None, metadata={"decode": lambda row: row[layout.TOTAL_STEPS] or None})
     steps_before: int | None = _less_one(layout.STEPS_BEFORE)
-    posts_status: bool = _flag(layout.POSTS_STATUS)
     ended_ns: int = _count(layout.ENDED_AT_NS)
     loads: int = _count(layout.LOADS)
     loading_s: float = _seconds(layout.LOADS_NS)  # with the checks

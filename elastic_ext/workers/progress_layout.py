@@ -58,10 +58,9 @@ LOADS_NS = ANSWERS + 5  # duration of all loads
 CHECKS = ANSWERS + 6
 CHECKS_NS = ANSWERS + 7  # duration of all checks
 
-# For the status of a Kubeflow TrainJob.
+# For the status of the job.
 TOTAL_STEPS = ANSWERS + 8  # optimizer steps of the whole job, as the script reported them; 0: it did not
 STEPS_BEFORE = ANSWERS + 9  # steps of the job before the first one of this worker, as the script reported them, plus 1
-POSTS_STATUS = ANSWERS + 10  # 1: the script posts that status itself; written at the first step
 
 # What the training thread spends its time on. Only `settle` writes these, in that thread. A reader that needs the end of the last
 # settled span adds SPENT to BEGAN_NS: that sum never mixes two spans.
@@ -69,7 +68,7 @@ ACCOUNTS = (
     *("startup", "productive", "lost_work", "data_wait"),
     *("compile", "checkpoint_save", "checkpoint_load", "stopping"),
 )
-BEGAN_NS = ANSWERS + 11  # time.monotonic_ns() when the bootstrap took over
+BEGAN_NS = ANSWERS + 10  # time.monotonic_ns() when the bootstrap took over
 SETTLED_NS = BEGAN_NS + 1  # end of the last settled span
 SPENT = BEGAN_NS + 2  # first field: settled nanoseconds, one field per account
 DOING = SPENT + len(ACCOUNTS)  # 1 plus the account of what the thread does, if the script says so; 0: that of the phase

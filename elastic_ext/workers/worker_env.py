@@ -9,7 +9,6 @@ This file is loaded by path in every worker before the user's script, so it impo
 
 import _signal  # type: ignore[import-not-found]
 import os
-import sys
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
@@ -108,19 +107,6 @@ def issued_path(stacks: "str | None") -> "str | None":
 def hashes_path(progress: "str | None", slot: "int | None") -> "str | None":
     """Return where the worker writes the hashes of its replicas; see bootstrap/replicas.py. The arguments: see the message."""
     return None if progress is None or slot is None else f"{progress}.hashes.{slot}"
-
-
-def posts_status() -> bool:
-    """Return whether this script posts the status of its Kubeflow TrainJob itself, by what it has imported so far.
-
-    Hugging Face's Trainer does (transformers.integrations.KubeflowCallback; it adds that to every Trainer unless the variable
-    says no), and so do scripts that use Kubeflow's SDK.
-    """
-    if not os.environ.get("KUBEFLOW_TRAINER_SERVER_URL"):
-        return False
-    trainer = "transformers.trainer" in sys.modules and os.environ.get("DISABLE_KUBEFLOW_INTEGRATION", "").upper() != "TRUE"
-    integrations = sys.modules.get("transformers.integrations.integration_utils")
-    return (trainer and hasattr(integrations, "KubeflowCallback")) or "kubeflow.trainer" in sys.modules
 
 
 def wake(path: "str | None") -> None:

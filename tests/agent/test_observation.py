@@ -61,11 +61,12 @@ def test_without_workers_nothing_is_made_up():
 
 
 def test_between_rounds_last_step_and_checkpoint_age():
-    before = NodeReport("n1", "running", step=70, last_step_s=1.0, saved_step=60, saved_s=4.0)
+    before = NodeReport("n1", "running", step=70, total_steps=90, last_step_s=1.0, saved_step=60, saved_s=4.0)
     later = after(before, NodeReport("n1", "rendezvous"), 10.0)
     assert (later.step, later.last_step_s, later.saved_step, later.saved_s) == (70, 11.0, 60, 14.0)
     again = after(later, NodeReport("n1", "running", step=61), 1.0)  # the next round has no checkpoint yet, but steps
     assert (again.step, again.last_step_s, again.saved_step, again.saved_s) == (61, None, 60, 15.0)
+    assert (later.total_steps, again.total_steps) == (90, 90)
 
 
 def test_points_stay_few_and_cover_the_whole_job():

@@ -90,6 +90,17 @@ def test_a_replaced_node_does_not_count_in_rounds():
     assert (shown.job.step, shown.job.steps_per_s) == (500, 2.0)
 
 
+def test_rank_0_tells_the_gauges_of_its_script():
+    """Another node may have had rank 0 in an earlier round."""
+    before = dataclasses.replace(REPORT, round=1, gauges=job_status.gauges_of({"loss": 3.0}))
+    told = job_status.gauges_of({"loss": 0.5, "worst": float("nan")})
+    now = dataclasses.replace(REPORT, name="n0", total_steps=90, gauges=told)
+    shown = built(job(reports=encoded(a=before, b=now)))
+    assert [(each.name, each.value) for each in shown.gauges] == [("loss", "0.5"), ("worst", "nan")]
+    assert shown.job.total_steps == 90
+    assert "step 70 of 90 at" in "\n".join(printed(shown))
+
+
 @pytest.mark.parametrize(("own", "seen_s"), [(True, 0.0), (False, 0.0), (False, None)])
 def test_an_old_report_is_no_news(own, seen_s):
     """They step together. What b told when its workers had run for 12 s less is as old, however late it was read."""

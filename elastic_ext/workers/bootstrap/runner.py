@@ -545,7 +545,7 @@ class _StepCounter:
             if (kwargs or len(args) > 1 or not self._row[layout.STEPS]) and _called_from(_STATE_INITIALIZER):
                 return
             if not self._row[layout.STEPS]:
-                self._row[layout.FIRST_STEP_NS], self._row[layout.POSTS_STATUS] = now, worker_env.posts_status()
+                self._row[layout.FIRST_STEP_NS] = now
                 _reports.modules()
                 _reports.watch_recorder()
             layout.note_sign(self._row, now)

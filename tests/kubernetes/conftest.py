@@ -1,4 +1,4 @@
-"""What several tests of the agent start."""
+"""What the tests of the status of a TrainJob start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.etcd_server import Certificates
-from tests.status.trainer_server import TrainerServer
+from tests.kubernetes.trainer_server import TrainerServer
 
 
 @pytest.fixture

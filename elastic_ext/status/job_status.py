@@ -70,16 +70,16 @@ class RoundSpan:
 
 
 @dataclass(frozen=True)
-class Gauge:
+class ScriptGauge:
     """What the script of rank 0 shows of itself, such as its loss. value: as text, because JSON has no nan."""
 
     name: NameOrEmpty
     value: str
 
 
-def gauges_of(values: Mapping[str, float]) -> tuple[Gauge, ...]:
+def gauges_of(values: Mapping[str, float]) -> tuple[ScriptGauge, ...]:
     """Return the first MAX_GAUGES of these values by name."""
-    fitting = [Gauge(name, f"{value:.6g}") for name, value in values.items() if len(name) <= MAX_GAUGE]
+    fitting = [ScriptGauge(name, f"{value:.6g}") for name, value in values.items() if len(name) <= MAX_GAUGE]
     return tuple(fitting[:MAX_GAUGES])
 
 
@@ -96,7 +96,6 @@ class NodeReport:
     # optimizer steps of its slowest worker, counted from what the script reports, or from the checkpoint that the round resumed
     # from; None if unknown
     step: Step | None = None
-    total_steps: Step | None = None  # of the whole job, as its script reported them
     steps_per_s: Ratio | None = None  # mean since the first step of the round; None before the second
     last_step_s: Seconds | None = None  # age of the last step of the worker whose last step is oldest; None before the first
     # saved_step, saved_s: step and age of the last checkpoint that it saw committed in this round; None before the first
@@ -108,7 +107,8 @@ class NodeReport:
     at: str = ""  # wall clock of the node at this moment, as text, for people only
     # those that this agent saw, oldest first. Only the node of rank 0 reports them, and its script's gauges
     rounds: tuple[RoundSpan, ...] = ()
-    gauges: tuple[Gauge, ...] = ()
+    gauges: tuple[ScriptGauge, ...] = ()
+    total_steps: Step | None = None  # of the whole job, as its script reported them
 
 
 def encode_report(report: NodeReport) -> str:
@@ -195,11 +195,11 @@ class Job:
     last_verdict: Failure | None  # None before the first
     # step, steps_per_s: of the slowest node in the round; the step, of those that reported last
     step: int | None = None
-    total_steps: int | None = None  # as the script reported them
     steps_per_s: float | None = None
     # saved_step, saved_s: of the newest checkpoint that a node saw committed
     saved_step: int | None = None
     saved_s: float | None = None
+    total_steps: int | None = None  # as the script reported them
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,6 @@ class NodeStatus:
     workers: int = 0
     state_s: float | None = None
     step: int | None = None
-    total_steps: int | None = None
     steps_per_s: float | None = None
     last_step_s: float | None = None
     saved_step: int | None = None
@@ -225,6 +224,7 @@ class NodeStatus:
     # of reported_at, or as of that of the newest report if both run in the same round
     seen_s: float | None = None
     reported_at: str = ""  # wall clock of the node at its report, as text, for people only
+    total_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ class Document:
     rounds: tuple[RoundSpan, ...] = ()
     failures: tuple[Failure, ...] = ()
     stragglers: tuple[Straggler, ...] = ()
-    gauges: tuple[Gauge, ...] = ()  # of the script of rank 0, in this round
+    gauges: tuple[ScriptGauge, ...] = ()  # of the script of rank 0, in this round
     refused: tuple[Refusal, ...] = ()
     goodput: tuple[goodput.StateSeconds, ...] = ()  # of all hosts together, over all rounds and agents of the job
     goodput_points: tuple[GoodputPoint, ...] = ()  # earlier values of it, since the agent that shows this started
@@ -491,11 +491,11 @@ def _stragglers(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple
     return tuple(replace(each, node=shown(each.node)) for each in newest.stragglers) if newest is not None else ()
 
 
-def _gauges(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[Gauge, ...]:
+def _gauges(reports: Mapping[str, tuple[NodeReport, float | None]]) -> tuple[ScriptGauge, ...]:
     """Return those of the newest round. Another node may have had rank 0 before."""
     newest = max((report for report, _ in reports.values() if report.gauges), key=lambda report: report.round, default=None)
     found = newest.gauges[:MAX_GAUGES] if newest is not None else ()
-    return tuple(Gauge(cut(shown(each.name), MAX_GAUGE), cut(shown(each.value), MAX_GAUGE)) for each in found)
+    return tuple(ScriptGauge(cut(shown(each.name), MAX_GAUGE), cut(shown(each.value), MAX_GAUGE)) for each in found)
 
 
 def _uncompared(reports: Sequence[NodeReport]) -> list[Unknown]:

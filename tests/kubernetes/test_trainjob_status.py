@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from elastic_ext.base import records
-from elastic_ext.status.job_status import MAX_GAUGES, Document, Gauge, gauges_of
+from elastic_ext.status.job_status import MAX_GAUGES, Document, ScriptGauge, gauges_of
 from elastic_ext.status.job_status import Job as Training
 from tests.jobs import ROOT, Job
 from tests.kubernetes.trainer_server import PATH, TrainerServer, wrong
@@ -39,7 +39,7 @@ def loaded() -> ModuleType:
 script = loaded()
 
 
-def document(gauges: tuple[Gauge, ...] = (), **changes: Any) -> dict[str, Any]:
+def document(gauges: tuple[ScriptGauge, ...] = (), **changes: Any) -> dict[str, Any]:
     """What an agent's /job.json says."""
     return records.plain(Document(replace(TRAINS, **changes), gauges=gauges))
 
@@ -95,7 +95,7 @@ def test_script_gauges_are_bounded_and_ours_win():
 
 
 def test_between_rounds_the_last_step_still_counts():
-    loss = (Gauge("loss", "0.5"),)
+    loss = (ScriptGauge("loss", "0.5"),)
     stopped = document(state="recovering", step=None, total_steps=None, steps_per_s=None)
     assert script.since(None, stopped) is None
     kept = script.since(document(loss, step=7), stopped)

@@ -6,7 +6,7 @@
 #     elastic.sh train.py --arg1 value1
 #
 # Nodes that come and go cost nothing of the restarts that are allowed. But a host that joins the running job more than 20 times
-# within an hour (ELASTIC_EXT_MAX_REJOINS) may not come back for an hour, as all nodes start again each time; its agent exits with 69.
+# within an hour may not come back for an hour, as all nodes start again each time; its agent exits with 69.
 # HOST_NODE_ADDR is one of the nodes; its port is 29400 if none is given. RDZV_BACKEND=ext_etcd: the servers of etcd.
 set -eu
 exec torchrun \

@@ -38,6 +38,8 @@ HOSTS, COMES = ["--rdzv-conf=is_host=1"], ["--rdzv-conf=is_host=0"]
 AGENT = [sys.executable, "-m", "elastic_ext.agent"]
 PATIENT_AGENT = [sys.executable, str(SCRIPTS / "patient_agent.py")]  # where a limit of less than a second matters
 
+HASTY_AGENT = [sys.executable, str(SCRIPTS / "hasty_agent.py")]  # where a limit of minutes matters
+
 # Of every job here. Standbys import torch beside the workers; on two cores that would double the time of hundreds of short jobs,
 # so what is about them turns them on. The waits between tries are pure cases.
 DEFAULTS = {

@@ -64,7 +64,7 @@ class Leader:
         self.ledger, self._round = Ledger(), 0
         self._random = random.Random(seed)
         self._nodes, self._max_restarts = nodes, max_restarts
-        self._backoff = Backoff(SETTINGS.backoff, SETTINGS.backoff_max)
+        self._backoff = Backoff(SETTINGS.backoff)
         self.spares = spares
 
     def judge(self, look: Look, place: Place, moment: Moment, charges: int | None = None) -> JobVerdict:

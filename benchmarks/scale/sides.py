@@ -133,7 +133,7 @@ def restart(side: Side, scale: Scale, moved: bool, from_disk: bool) -> Mapping[s
         return {CONNECT: scale.connect_s, SETUP: scale.setup_s}
     if side.judges:
         return {
-            VERDICT: advice.verdict_s(scale.nodes, 0.5),
+            VERDICT: advice.verdict_s(scale.nodes),
             ROUND: advice.round_s(scale.nodes),
             START: advice.WARM_START_S,
             CONNECT: scale.connect_s,

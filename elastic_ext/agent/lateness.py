@@ -35,7 +35,8 @@ WAIT_S = 5.0  # for the samples of other nodes, and for a question to them
 ANSWER = timedelta(seconds=1)  # for an answer, and for the next question, which take a millisecond
 LOOK_S = 0.05  # between two looks for what comes
 NO_QUESTION = "none"
-REPLACE = "replace"  # value of the setting slow_node
+REPLACE = "replace"  # value of the setting stragglers
+REPLACE_AFTER_S = 300.0  # that a node must have been late: a disturbance of a minute is cheaper than a restart of the job
 JOIN_S = 1.0
 TURN_S = 0.2  # for each node that is asked before, at most; it takes about LOOK_S
 PINGS = 4  # of each host, of which the fastest counts
@@ -58,7 +59,7 @@ def this_clock() -> str:
 
 
 class SlowNodes:
-    """Has the host of a straggler leave, by `slow_node=replace`. For one round, which ends when it does."""
+    """Has the host of a straggler leave, by `stragglers=replace`. For one round, which ends when it does."""
 
     def __init__(self, job: Rendezvous) -> None:
         self._job = job
@@ -67,15 +68,15 @@ class SlowNodes:
     def look(self, named: Sequence[Streak], now: float) -> None:
         """Ask the job if something is late enough. now: monotonic seconds. It may take seconds."""
         settings = self._job.settings
-        streak = lateness.to_replace(named, now, settings.slow_node_after) if settings.slow_node == REPLACE else None
+        streak = lateness.to_replace(named, now, REPLACE_AFTER_S) if settings.stragglers == REPLACE else None
         if streak is None:
             return
-        reason = f"slow_node=replace: {straggler(streak).text}"
+        reason = f"stragglers=replace: {straggler(streak).text}"
         which = f"rank {streak.late.rank} on " if streak.late.rank >= 0 else streak.late.host  # a rank may be late on any host
         try:
-            admission = self._job.replace_host(streak.late.host, reason, f"slow_node=replace: {which}")
+            admission = self._job.replace_host(streak.late.host, reason, f"stragglers=replace: {which}")
         except (errors.ElasticExtError, OSError) as error:
-            logger.info("slow_node=replace: it is unknown whether %s leaves: %s", streak.late.host, error)
+            logger.info("stragglers=replace: it is unknown whether %s leaves: %s", streak.late.host, error)
             return
         if admission.reason != self._answered:
             self._answered = admission.reason

@@ -533,7 +533,7 @@ class RoundStart:
             if self._settings.integrity_every:
                 message["integrity_every"] = self._settings.integrity_every
             if self._settings.stragglers != "off":
-                message["stragglers"] = self._settings.stragglers
+                message["stragglers"] = "auto" if self._settings.stragglers == "auto" else "all"  # `replace` looks as `all` does
             directories = (self._settings.checkpoint_dir, self._settings.local_dir)
             if self._settings.checkpoint_dir is not None:
                 message["saves_below"] = [open_storage(each).address for each in directories if each is not None]

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib.util
 import logging
 import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
-from elastic_ext.base import diagnosis, files, records
+from elastic_ext.base import files, records
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal, printable
 
@@ -87,13 +85,6 @@ def one_of(*choices: str) -> SettingType:
     return SettingType(parse, f"{', '.join(choices[:-1])} or {choices[-1]}")
 
 
-def _kind_limits(text: str) -> tuple[tuple[str, int], ...]:
-    limits = {kind: int(count) for kind, _, count in (each.partition(":") for each in text.split())}
-    if not limits or not limits.keys() <= set(diagnosis.KINDS) or min(limits.values()) < 0:
-        raise ValueError(text)
-    return tuple(limits.items())
-
-
 def _pattern(text: str) -> str:
     try:
         compile_pattern(text)
@@ -149,9 +140,6 @@ MB_PER_SECOND = SettingType(_float_from(0), "a number of megabytes per second, 0
 PORT = SettingType(_int_within(0, 65535), "a port number, 0 to 65535")
 RESTARTS = SettingType(_int_within(-1), "a whole number, or -1 for no limit")
 # The items of lists are separated by spaces, since --rdzv-conf cannot hold commas.
-KIND_LIMITS = SettingType(
-    _kind_limits, f"kinds with a limit for each, e.g. 'hang:3 network:20'; the kinds are {', '.join(diagnosis.KINDS)}"
-)
 MODULES = SettingType(_modules, "names of modules, separated by spaces")
 PATTERN = SettingType(
     _pattern, "a name, with * (4 at most) and ? as wildcards, and {step} and {epoch} for numbers, e.g. model_{step}.pt"
@@ -208,23 +196,6 @@ MAX_CHARACTERS = 200  # of an invalid value in a message
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")  # spaces and line breaks may separate words
 
 
-_READS_KEYS = ("c10d_rendezvous_backend.py", "dynamic_rendezvous.py")  # torch's modules
-
-
-def _is_torchs(key: str, ours: set[str]) -> bool:
-    """Return whether torch reads this key itself: a known one, or one that is new in the installed torch."""
-    if key in TORCH_KEYS or key in ours or not key.isidentifier():
-        return key in TORCH_KEYS
-    torch = importlib.util.find_spec("torch")  # of a module in it, it would import torch: a minute on a cold file server
-    folders = (torch and torch.submodule_search_locations) or ()
-    modules = [Path(folder, "distributed/elastic/rendezvous", name) for folder in folders for name in _READS_KEYS]
-    reads = rf'params\.get\w*\(\s*"{key}"' + (rf'|_get_timeout\(params, "{key[:-8]}"' if key.endswith("_timeout") else "")
-    if not any(re.search(reads, module.read_text()) for module in modules if module.exists()):
-        return False
-    logger.info("--rdzv-conf=%s is torch's own, for its own rendezvous; elastic_ext does not need it", key)
-    return True
-
-
 def _from_file(path: str | None) -> tuple[str, Mapping[str, object]]:
     if not path:
         return "", {}
@@ -234,7 +205,7 @@ def _from_file(path: str | None) -> tuple[str, Mapping[str, object]]:
         raise UsageError(f"the settings file {path} (ELASTIC_EXT_CONFIG) cannot be read as TOML: {error}") from error
 
 
-def _from_environ(environ: Mapping[str, str], keys: set[str]) -> Mapping[str, str]:
+def _from_environ(environ: Mapping[str, str], keys: Collection[str]) -> Mapping[str, str]:
     found = {}
     for name, value in environ.items():
         key = name.removeprefix(ENV_PREFIX)
@@ -243,18 +214,6 @@ def _from_environ(environ: Mapping[str, str], keys: set[str]) -> Mapping[str, st
         if _KUBERNETES_SERVICE.search(key) and (key.lower() not in keys or _KUBERNETES_ADDRESS.match(value)):
             continue
         found[key.lower()] = value
-    return found
-
-
-def _with_new_keys(given: Mapping[str, object], origin: str) -> dict[str, object]:
-    found = {}
-    for key, value in given.items():
-        new = RENAMED.get(key, key)
-        if new != key:
-            if new in given:
-                raise UsageError(f"setting {new} is given twice in {origin}: {key} is its old name")
-            logger.warning("setting %s in %s is now called %s; the old name works until the next release", key, origin, new)
-        found[new] = value
     return found
 
 
@@ -277,9 +236,6 @@ def _parsed(key: str, value: object, origin: str) -> object:
 # For the agent only, never for its workers.
 SECRET_VARIABLES = frozenset({ENV_PREFIX + "ETCD_PASSWORD", ENV_PREFIX + "JOB_SECRET"})
 
-# From keys of the previous release to their new names. An entry stays for one release.
-RENAMED: dict[str, str] = {}
-
 
 def _setting(default: Any, type_: SettingType, help_: str) -> Any:
     return field(default=default, metadata={"type": type_, "help": help_})
@@ -296,7 +252,6 @@ class Settings:
     backoff: float = _setting(1.0, SECONDS,
         "delay before the second restart in a row without progress; doubles with each further restart, with jitter; 0: no "
         "delay. Before the first step, a failure that may be an outage is tried again after 30, then after 90 times this delay")
-    backoff_max: float = _setting(60.0, SECONDS, "the longest delay to which backoff may double")
     bad_node_command: str | None = _setting(None, TEXT,
         "shell command that the agent runs, for 10 s at most, as its node leaves to be replaced for a failure of kind hardware; "
         "$ELASTIC_EXT_NODE and $ELASTIC_EXT_REASON say which node leaves, and why")
@@ -309,9 +264,6 @@ class Settings:
         "every checkpoint of a known format")
     copy_mb_s: float = _setting(0.0, MB_PER_SECOND,
         "limit for copying from local_dir to checkpoint_dir, in megabytes per second and node; 0: no limit")
-    copy_stall: float = _setting(60.0, SECONDS_FROM_1,
-        "at the end of a job, time without progress after which copying to checkpoint_dir is restarted; after twice this time "
-        "the agent gives up")
     etcd_ca: str | None = _setting(None, TEXT, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, TEXT, "ext_etcd: file of this client's certificate")
     etcd_data_dir: str | None = _setting(None, TEXT,
@@ -348,10 +300,6 @@ class Settings:
     job_secret_file: str | None = _setting(None, TEXT,
         "`job:`, ext_c10d: file that holds the secret, with mode 0600; on a disk that all hosts share, it is created if it does "
         "not exist")
-    kind_limits: tuple[tuple[str, int], ...] | None = _setting(None, KIND_LIMITS,
-        "the most restarts for each kind of failure, within the budget, e.g. `hang:3 network:20`")
-    last_call: float = _setting(15.0, SECONDS,
-        "how long the first round waits for more nodes, up to the maximum, after the last one came; at most half of join_timeout")
     ledger_file: str | None = _setting(None, TEXT,
         "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again; with "
         "several nodes, only the file on the store's host counts")
@@ -359,9 +307,6 @@ class Settings:
     local_dir: str | None = _setting(None, DIRECTORY,
         "directory on a fast disk of each node; `elastic_ext.Checkpointer` saves there first, and the agent copies to "
         "checkpoint_dir in the background")
-    max_rejoins: int = _setting(20, RESTARTS,
-        "how often within an hour a host may join a running job; if it joins more often, it may not come back for refuse_node "
-        "seconds once it has left, because each join restarts all nodes; -1: no limit")
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     memory_every: int | None = _setting(None, STEPS,
         "steps from one copy in memory by `Checkpointer.snapshot` to the next; 0: no copies; default: as often as possible while "
@@ -387,11 +332,9 @@ class Settings:
     metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(None, SECONDS,
-        "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_file`, "
-        "`pod_api` or Slurm can shorten it, or provide it if it is not set")
+        "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_api` "
+        "or Slurm can shorten it, or provide it if it is not set")
     pod_api: bool = _setting(False, BOOLEAN, "Kubernetes: ask the API server about this pod after a failure")
-    pod_file: str | None = _setting(None, TEXT,
-        "Kubernetes: file with this pod, or its status, as JSON; something outside the agent must keep it up to date")
     preload: tuple[str, ...] | None = _setting(None, MODULES,
         "modules that warm standbys import, besides torch and those that the agent learns from the job's workers; may be "
         "modules next to the script")
@@ -405,17 +348,11 @@ class Settings:
         "the checkpoint that the job starts from: a step, a name, a path or a URL, or `none` to start from nothing; later rounds "
         "resume from what this run has saved")
     rules: str | None = _setting(None, TEXT, "TOML file with your own failure rules, which come before the built-in ones")
-    settle: float = _setting(0.5, SECONDS,
-        "how long the job waits, after the first report of a failure, for reports of other nodes")
-    slow_node: str = _setting("report", one_of("report", "replace"),
-        "what becomes of a node that is late, or one of whose ranks is (see [stragglers](hangs.md#stragglers)): `report`, or "
-        "`replace`: once it has been late by 10 % of a step or more for slow_node_after, and while a spare waits, it leaves with "
-        "69 at the next checkpoint, as after `elastic-ext drain`")
-    slow_node_after: float = _setting(300.0, SECONDS, "how long a node must have been late to be replaced")
-    stragglers: str = _setting("auto", one_of("auto", "all", "off"),
+    stragglers: str = _setting("auto", one_of("auto", "all", "replace", "off"),
         "whether [stragglers](hangs.md#stragglers) are looked for: `auto`: not with NCCL before torch 2.15, nor with "
         "nccl-legacy, as their recorder asks the device, which may break the capture of a CUDA graph (not yet run on GPUs); "
-        "`all`: with these, too; `off`")
+        "`all`: with these, too; `replace`: as `all`, and a node that has been late by 10 % of a step or more for 5 minutes "
+        "leaves with 69 at the next checkpoint, as after `elastic-ext drain`, while a spare waits; `off`")
     standby: bool = _setting(True, BOOLEAN,
         "keep warm standbys: processes that have imported torch and wait for the next start of the workers")
     stderr_tail: bool = _setting(True, BOOLEAN,
@@ -449,17 +386,15 @@ def read(rdzv_conf: Mapping[str, object], environ: Mapping[str, str]) -> Setting
     rdzv_conf: the keys and values of `--rdzv-conf`, including torch's own. environ: the environment of the agent.
 
     Raises:
-        UsageError: an unknown key (the message names the nearest known one), a key given by its old and its new name, an invalid
-            value, or an unreadable file.
+        UsageError: an unknown key (the message names the nearest known one), an invalid value, or an unreadable file.
     """
     found: dict[str, Any] = {}
-    keys = {*_TYPES, *RENAMED}
     for origin, given in (
         _from_file(environ.get(ENV_PREFIX + "CONFIG")),
-        ("the environment", _from_environ(environ, keys)),
-        ("--rdzv-conf", {key: value for key, value in rdzv_conf.items() if not _is_torchs(key, keys)}),
+        ("the environment", _from_environ(environ, _TYPES.keys())),
+        ("--rdzv-conf", {key: value for key, value in rdzv_conf.items() if key not in TORCH_KEYS}),
     ):
-        for key, value in _with_new_keys(given, origin).items():
+        for key, value in given.items():
             found[key] = _parsed(key, value, origin)
     return Settings(**found)
 

@@ -285,12 +285,10 @@ def _platform(inputs: Inputs) -> Finding:
         found = shutil.which("scontrol", path=environ.get("PATH"))
         what = "scontrol is installed" if found else "no scontrol: the agent cannot find out why Slurm ends the job"
         return Finding("platform", OK if found else WARN, f"Slurm job {slurm.job_id(environ)}; {what}")
-    if kubernetes.HOST in environ or settings.pod_file:
-        if settings.pod_file and kubernetes.read_pod(settings.pod_file) is not None:
-            return Finding("platform", OK, f"Kubernetes; the pod is read from {settings.pod_file}")
+    if kubernetes.HOST in environ:
         if settings.pod_api and kubernetes.get_pod(environ) is not None:
             return Finding("platform", OK, "Kubernetes; the pod is read from the API server")
-        advice = "set pod_file, or set pod_api and grant the permission to get pods"
+        advice = "set pod_api and grant the permission to get pods"
         return Finding("platform", WARN, "Kubernetes; this pod cannot be read", advice)
     return Finding("platform", OK, "neither Slurm nor Kubernetes")
 

@@ -129,8 +129,6 @@ def torch_settings(conf: Mapping[str, str], settings: Settings) -> Settings:
     """
     usual = Settings()
     changes: dict[str, float | int] = {}
-    if "last_call_timeout" in conf and settings.last_call == usual.last_call:
-        changes["last_call"] = torch_number(conf, "last_call_timeout", 0)
     if ("keep_alive_interval" in conf or "keep_alive_max_attempt" in conf) and settings.lease_ttl == usual.lease_ttl:
         silent_s = torch_number(conf, "keep_alive_interval", 5) * torch_number(conf, "keep_alive_max_attempt", 3)
         changes["lease_ttl"] = max(2, math.ceil(silent_s))

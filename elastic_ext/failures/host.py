@@ -362,36 +362,30 @@ def _read(path: str) -> str | None:
         return None
 
 
-def detect(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> Platform:
+def detect(environ: Mapping[str, str], pod_api: bool = False) -> Platform:
     """Ask the platform why this process ends. Takes up to 2 s if the platform hangs.
 
     Slurm comes first: with Slinky, Slurm's nodes are pods, but Slurm ends the job.
 
     Args:
-        pod_file: file with the pod or its status as JSON, maintained by another program.
-        pod_api: ask the API server if there is no such file.
+        pod_api: ask the API server.
 
     Returns:
         A Platform, without a name if the platform is unknown.
     """
     if slurm.job_id(environ):
         return slurm.query(environ)
-    if kubernetes.HOST in environ or pod_file:
-        return kubernetes.platform_of(_pod(environ, pod_file, pod_api))
+    if kubernetes.HOST in environ:
+        return kubernetes.platform_of(kubernetes.get_pod(environ) if pod_api else None)
     return Platform()
 
 
-def deletion_grace_s(environ: Mapping[str, str], pod_file: str | None = None, pod_api: bool = False) -> float | None:
+def deletion_grace_s(environ: Mapping[str, str], pod_api: bool = False) -> float | None:
     """Return the seconds until Kubernetes kills our pod while deleting it; None if unknown. Arguments as for `detect`."""
-    return kubernetes.deletion_grace_s(_pod(environ, pod_file, pod_api), time.time())
+    return kubernetes.deletion_grace_s(kubernetes.get_pod(environ) if pod_api else None, time.time())
 
 
-def _pod(environ: Mapping[str, str], pod_file: str | None, pod_api: bool) -> kubernetes.Pod | None:
-    pod = kubernetes.read_pod(pod_file) if pod_file else None
-    return kubernetes.get_pod(environ) if pod is None and pod_api else pod
-
-
-ANSWER_S = 0.4  # the verdict waits 0.5 s for reports (`settle`); a platform or driver that answers later counts as unknown
+ANSWER_S = 0.4  # less than `judgement.SETTLE_S`; a platform or driver that answers later counts as unknown
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"  # exists while the kernel module is loaded
 
 
@@ -463,7 +457,7 @@ class HostProbe:
             thread.start()
 
     def _ask_platform(self) -> None:
-        self._platform = detect(os.environ, self._settings.pod_file, self._settings.pod_api)
+        self._platform = detect(os.environ, self._settings.pod_api)
 
     def _ask_room(self) -> None:
         with suppress(OSError):

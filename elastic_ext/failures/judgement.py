@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -50,6 +49,11 @@ class Lost:
     id: str = ""
 
 
+# For reports of other nodes, after the first one of a failure: one of them may have the cause. Their workers break within
+# milliseconds of each other, and are being stopped meanwhile.
+SETTLE_S = 0.5
+
+
 @dataclass(frozen=True)
 class Circumstances:
     """The input of a judgement besides the reports and the ledger."""
@@ -66,7 +70,6 @@ class Circumstances:
     reaches: Mapping[str, joint.Reach] = field(default_factory=dict)
     hosts: Mapping[str, str] = field(default_factory=dict)  # their names, by id
     at: str = ""  # see JobVerdict
-    kind_limits: Mapping[str, int] = field(default_factory=dict)  # see policy.Budget
     backoff: policy.Backoff = policy.NO_BACKOFF
     jitter: float = 0.0
 
@@ -414,9 +417,7 @@ def _budget(ledger: Ledger, now: PastFailure, circumstances: Circumstances) -> p
         charged = 0
     else:
         charged = ledger.charged if circumstances.charges is None else min(ledger.charged, circumstances.charges)
-    # Only the newest charges count: earlier ones were refunded or have expired.
-    kinds = [failure.kind for failure in reversed(ledger.failures) if failure.charged][:charged]
-    return policy.Budget(circumstances.max_restarts, charged, circumstances.kind_limits, Counter(kinds))
+    return policy.Budget(circumstances.max_restarts, charged)
 
 
 def _saved_since(earlier: Sequence[PastFailure], now: PastFailure) -> bool:

@@ -71,17 +71,6 @@ def _unix_time(text: object) -> float | None:
         return None
 
 
-def read_pod(path: str) -> Pod | None:
-    """Return the JSON object in a file; None if there is none, or if the file exceeds MAX_BYTES."""
-    try:
-        if not Path(path).is_file():  # a pipe would block
-            return None
-        with open(path, "rb") as file:
-            return _object(file.read(MAX_BYTES + 1))
-    except OSError:
-        return None
-
-
 def get_pod(environ: Mapping[str, str], account: str = SERVICE_ACCOUNT, timeout_s: float = TIMEOUT_S) -> Pod | None:
     """Return our own pod from the API server; None without permission or an answer in time.
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -100,9 +100,6 @@ class Budget:
 
     max_restarts: int = NO_LIMIT  # NO_LIMIT for none
     charged: int = 0  # restarts charged so far
-    # the most restarts for failures of a kind, by kind; max_restarts applies as well
-    kind_limits: Mapping[str, int] = field(default_factory=dict)
-    charged_by_kind: Mapping[str, int] = field(default_factory=dict)  # restarts charged so far, by kind
 
     @property
     def left(self) -> bool:
@@ -110,12 +107,15 @@ class Budget:
         return self.max_restarts == NO_LIMIT or self.charged < self.max_restarts
 
 
+# The longest delay to which a shorter `backoff` doubles. A job that waits for what is away looks once a minute, not more rarely.
+LONGEST_BACKOFF_S = 60.0
+
+
 @dataclass(frozen=True)
 class Backoff:
     """Exponential backoff with jitter, so that nodes and jobs with the same failure do not all come back at once."""
 
     base_s: float = 1.0  # seconds before the second charged restart in a row; 0 to never wait
-    max_s: float = 60.0  # the longest wait in seconds
 
     def delay_s(self, charged: int, jitter: float) -> float:
         """Return the wait before this restart.
@@ -127,7 +127,7 @@ class Backoff:
         if charged <= IMMEDIATE_RESTARTS or self.base_s <= 0:
             return 0.0
         doublings = min(charged - IMMEDIATE_RESTARTS - 1, 32)
-        return min(self.max_s, self.base_s * 2.0**doublings) * (1 - jitter / 2)
+        return min(max(self.base_s, LONGEST_BACKOFF_S), self.base_s * 2.0**doublings) * (1 - jitter / 2)
 
 
 UNLIMITED = Budget()
@@ -249,15 +249,10 @@ def _within_budget(outcome: Outcome, budget: Budget) -> Outcome:
     """Return the outcome, or a stop where no restart is left for it."""
     if outcome.response not in _CHARGED:
         return outcome
-    limit, of_kind = budget.max_restarts, budget.kind_limits.get(outcome.kind, NO_LIMIT)
-    spent, rule = "", "budget"
-    if of_kind != NO_LIMIT and budget.charged_by_kind.get(outcome.kind, 0) >= of_kind:
-        spent = f"the limit of {counted(of_kind, 'restart')} for kind {outcome.kind} (kind_limits) is reached"
-        rule = "kind-limit"
-    elif not budget.left:
+    limit = budget.max_restarts
+    if not budget.left:
         spent = f"the budget of {counted(limit, 'restart')} (--max-restarts) is spent"
-    if spent:
-        return replace(outcome, response=Response.STOP, reason=f"{outcome.reason}; {spent}", rule=rule)
+        return replace(outcome, response=Response.STOP, reason=f"{outcome.reason}; {spent}", rule="budget")
     of = ", no limit" if limit == NO_LIMIT else f" of {limit}"
     why = f"; {ONE_MORE_TRY}" if outcome.response is Response.CONFIRM and outcome.rule != WARM_START else ""
     return replace(outcome, reason=f"{outcome.reason}{why}; restart {budget.charged + 1}{of}")

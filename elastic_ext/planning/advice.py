@@ -12,6 +12,7 @@ from elastic_ext.base.goodput import best_interval_s
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.memory import pace
 from elastic_ext.failures.history import MAX_FAILURES_IN_A_ROW
+from elastic_ext.failures.judgement import SETTLE_S
 from elastic_ext.hangs import detector
 
 # Where the time of a job goes when failures interrupt it: a closed form.
@@ -184,12 +185,12 @@ def round_s(nodes: int) -> float:
     return REJOIN_S_NODE * nodes
 
 
-def verdict_s(nodes: int, settle_s: float) -> float:
+def verdict_s(nodes: int) -> float:
     """Return how long it takes from the end of a round until all nodes have the verdict.
 
     Each node writes one record, as for a round, so the same fit holds for them.
     """
-    return settle_s + VERDICT_S + REJOIN_S_NODE * nodes
+    return SETTLE_S + VERDICT_S + REJOIN_S_NODE * nodes
 
 
 def hang_limit_s(step_s: float, ranks: int) -> float:
@@ -327,7 +328,7 @@ def classes_of(job: PlannedJob, saves: Saves, settings: Settings) -> tuple[Failu
     in_place_s, moved_s = node_bytes / job.gpus_per_node / BACK_BYTES_S, node_bytes / PEER_BYTES_S
     from_memory, from_disk = (saves.memory_steps * job.step_s, saves.ready_s), (saves.disk_s, saves.write_s)
     after = {
-        VERDICT: verdict_s(job.nodes, settings.settle),
+        VERDICT: verdict_s(job.nodes),
         ROUND: round_s(job.nodes),
         START: WARM_START_S,
         CONNECT: connect_s(job.ranks) if job.connect_s is None else job.connect_s,

@@ -40,7 +40,7 @@ ALIKE = (
 GIVEN = ("local_dir",)
 PATHS = ("checkpoint_dir", "resume_from")  # may be written in several ways; `Settings` makes a local checkpoint_dir absolute
 # The leader's value holds for the job, or each node's own for itself.
-LOGGED = ("memory_limit", "budget_window", "kind_limits", "grow_at")
+LOGGED = ("memory_limit", "budget_window", "grow_at")
 
 
 _OPTION = re.compile(r"--[\w.-]{1,24}|-[A-Za-z]")  # a short one may have its value attached

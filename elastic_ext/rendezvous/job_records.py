@@ -23,7 +23,7 @@ from elastic_ext.rendezvous import configuration, drains
 from elastic_ext.rendezvous.configuration import TO_DO
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import SCHEMA, Header, Node, RecordReader, State
-from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, JoinAnswer, Limits, after_join, is_late
+from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, MAX_JOINS, JoinAnswer, Limits, after_join, is_late
 from elastic_ext.rendezvous.tasks import HostRefused, LostRace, NodeContext, TaskRunner
 
 logger = logging.getLogger(__name__)
@@ -341,8 +341,8 @@ def nodes_in(kvs: Iterable[KeyValue], keys: JobKeys, reader: RecordReader) -> di
 class LateJoins:
     """Counts those of this host. Where other machines of the job have its name these are counted as well, and none is refused."""
 
-    def __init__(self, client: EtcdClient, keys: JobKeys, host: str, limit: int, refused_s: int) -> None:
-        """limit, refused_s: the settings `max_rejoins` and `refuse_node`."""
+    def __init__(self, client: EtcdClient, keys: JobKeys, host: str, refused_s: int, limit: int = MAX_JOINS) -> None:
+        """refused_s: the setting `refuse_node`. limit: see `rounds.after_join`."""
         self._client, self._keys, self._host = client, keys, host
         self._limit, self._refused_s = limit, refused_s
         self._last = 0  # the last round of this node

@@ -27,8 +27,7 @@ def circumstances(settings: Settings, max_restarts: int) -> judgement.Circumstan
         max_restarts,
         settings.exit_codes,
         at=time.strftime("%Y-%m-%d %H:%M:%S%z"),
-        kind_limits=dict(settings.kind_limits or ()),
-        backoff=policy.Backoff(settings.backoff, settings.backoff_max),
+        backoff=policy.Backoff(settings.backoff),
         jitter=random.random(),
     )
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch.distributed.elastic import rendezvous
 
 from elastic_ext.base.settings import Settings, torch_number
-from elastic_ext.failures import slurm
+from elastic_ext.failures import judgement, slurm
 from elastic_ext.rendezvous.contract import JOIN_TIMEOUT_S
 from elastic_ext.rendezvous.rounds import Limits
 
@@ -42,6 +42,9 @@ class Patience:
         )
 
 
+# How long the first round waits for more nodes, up to the maximum, after the last one came, without torch's `last_call_timeout`.
+# Half of torch's 30 s: nodes that a scheduler starts together come within some seconds, and later ones join the running job.
+LAST_CALL_S = 15.0
 REJOIN_MARGIN_S = 5.0  # for the agent of a node that was only cut off: to hear of it, and to register again
 
 
@@ -60,8 +63,9 @@ def limits_of(params: rendezvous.RendezvousParameters, settings: Settings, envir
 
     Invariant: the last call is over before a node that waits for a round leaves.
     """
-    last_call_s = min(settings.last_call, torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S) / 2)
-    return Limits(params.min_nodes, params.max_nodes, last_call_s, settings.settle, rejoin_s(settings, environ))
+    last_call_s = torch_number(params.config, "last_call_timeout", LAST_CALL_S)
+    last_call_s = min(last_call_s, torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S) / 2)
+    return Limits(params.min_nodes, params.max_nodes, last_call_s, judgement.SETTLE_S, rejoin_s(settings, environ))
 
 
 def silent_s(settings: Settings, environ: Mapping[str, str], on_one_host: bool) -> float:

@@ -622,7 +622,7 @@ def take_place(
     fence = Fence(lambda: registration.lease, settings.lease_ttl, notify)
     records = Peers(client, keys, RecordReader(), node_id, lambda: registration.lease[0])
     links = Links(job, node_id, round_store.listen_at(address), records, fence.give_up)
-    late_joins = LateJoins(client, keys, host, settings.max_rejoins, settings.refuse_node)
+    late_joins = LateJoins(client, keys, host, settings.refuse_node)
     stores = round_store.StoreConnector(changed, host if host == address else f"{host} ({address})")
     return Place(params, settings, policy, address, patience, participant, dispatcher, fence, links, late_joins, stores, changed)
 

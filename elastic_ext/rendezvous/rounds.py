@@ -407,7 +407,8 @@ def _named(ids: Sequence[str]) -> str:
 # How often a host joins a job under way. Each time costs all nodes a restart, so a host that comes and goes is refused.
 # `job_records.LateJoins` counts.
 JOIN_WINDOW_S = 3600
-NO_JOIN_LIMIT = -1
+# Joins of a host within that time. Each restarts all nodes: a host that comes every three minutes costs more than it gives.
+MAX_JOINS = 20
 
 
 class JoinAnswer(Enum):
@@ -444,19 +445,17 @@ def is_late(round_: int, last: int) -> bool:
     return round_ > 1 and last != round_ - 1
 
 
-def after_join(joins: int, limit: int, ambiguous: bool = False) -> JoinDecision:
+def after_join(joins: int, limit: int = MAX_JOINS, ambiguous: bool = False) -> JoinDecision:
     """Decide on a host after a join.
 
     Args:
         joins: in JOIN_WINDOW_S, this one included.
-        limit: the setting `max_rejoins`.
+        limit: the most of them.
         ambiguous: other machines have its name, and may have joined in its place.
     """
     times = "once" if joins == 1 else f"{joins} times"
     reason = f"it has joined the running job {times} within {JOIN_WINDOW_S // 60} minutes"
-    if limit == NO_JOIN_LIMIT:
-        return JoinDecision(JoinAnswer.NOTHING, joins, f"{reason} (max_rejoins: no limit)")
-    reason = f"{reason} (max_rejoins={limit})"
+    reason = f"{reason}; {limit} are allowed"
     if joins <= limit:
         return JoinDecision(JoinAnswer.NOTHING, joins, reason)
     if ambiguous:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         modules: str
         store: tuple[str, int]  # host and port of the round's store
         integrity_every: int  # every how many optimizer steps to hash what is a replica; where, see `hashes_path`
-        stragglers: str  # the setting, unless it is off
+        stragglers: str  # auto or all, as in the setting; absent: off
         journal: str  # beginning of the paths of the journals of saves; see bootstrap/saves.py
         saves_below: list[str]  # the directories of checkpoints, as absolute paths or URLs
         agent: str  # token of the agent, by which the reaper finds what the workers started

@@ -25,7 +25,7 @@ class Agents:
             "--rdzv-backend=ext_etcd",
             f"--rdzv-endpoint={endpoint}",
             "--rdzv-id=job",
-            "--rdzv-conf=last_call=60,backoff=0.02",
+            "--rdzv-conf=last_call_timeout=60,backoff=0.02",
         ]
         self._command = [*TORCHRUN, *where, "--max-restarts=3"]
         self._script = [str(SCRIPTS / "aborting_job.py"), scenario]

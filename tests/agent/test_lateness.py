@@ -26,7 +26,7 @@ from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, RankSample, 
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from tests.etcd_server import EtcdServer
-from tests.jobs import AGENT, SCRIPTS, Job, ended
+from tests.jobs import HASTY_AGENT, SCRIPTS, Job, ended
 from tests.until import LIMIT_S, until
 
 JOB = SCRIPTS / "late_job.py"
@@ -48,7 +48,8 @@ def other_clock() -> list[str]:
 def nodes(stack: ExitStack, server: EtcdServer, tmp_path: Path, *late: str, names: str = "ab", conf: str = "") -> list[Job]:
     """Start a job of two nodes of two ranks each, and spares. late: arguments of late_job.py after STOP."""
     where = [f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=2"]
-    command = [*AGENT, "--rdzv-backend=ext_etcd", *where, f"--rdzv-conf=last_call=1{conf}", JOB, str(tmp_path / "stop"), *late]
+    where += ["--rdzv-backend=ext_etcd", f"--rdzv-conf=last_call_timeout=1{conf}"]
+    command = [*HASTY_AGENT, *where, JOB, str(tmp_path / "stop"), *late]
     env = {"ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events")}
     clocks = {"b": other_clock()}
     return [
@@ -79,9 +80,9 @@ def test_what_is_late_is_named_on_two_nodes(server, tmp_path, ranks, who):
 
 
 @pytest.mark.full
-def test_slow_node_replace_puts_a_spare_in(server, tmp_path):
-    """Once it has been late for slow_node_after, at the next checkpoint."""
-    conf = ",slow_node=replace,slow_node_after=1"
+def test_stragglers_replace_puts_a_spare_in(server, tmp_path):
+    """Once it has been late for REPLACE_AFTER_S, which is a second here, at the next checkpoint."""
+    conf = ",stragglers=replace"
     with ExitStack() as stack:
         jobs = nodes(stack, server, tmp_path, "0.04", "0.04", "nb", conf=conf)
         for job in jobs:
@@ -91,7 +92,7 @@ def test_slow_node_replace_puts_a_spare_in(server, tmp_path):
         (tmp_path / "stop").touch()
         done = [job.finish() for job in (*jobs, spare)]
     assert [each.returncode for each in done] == [0, 69, 0], [each.err for each in done]
-    assert "slow_node=replace: " in done[1].err
+    assert "stragglers=replace: " in done[1].err
 
 
 class Asked(SlowNodes):

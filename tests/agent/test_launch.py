@@ -288,7 +288,7 @@ def test_the_others_go_on_without_an_unfit_node(tmp_path, server):
     """It was fit in the first round, and is not in the second."""
     gate = Gate(tmp_path / "gate")
     command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=unfit"]
-    command += ["--nnodes=1:2", "--rdzv-conf=last_call=60"]
+    command += ["--nnodes=1:2", "--rdzv-conf=last_call_timeout=60"]
 
     def start(name: str, health: str) -> Job:
         variables = {"NODE": name, "ELASTIC_EXT_NODE_NAME": name, "GATE": str(gate.path), "ELASTIC_EXT_HEALTH_COMMAND": health}

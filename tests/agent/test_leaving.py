@@ -270,7 +270,7 @@ def test_a_possibly_hung_job_saves_if_it_continues(tmp_path):
 def test_one_node_is_to_leave_and_all_save(tmp_path, store):
     """Four ranks on two nodes: one boundary for all. The node leaves, the other goes on alone."""
     with ExitStack() as stack:
-        where = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=1:2", "--rdzv-conf=last_call=60"]
+        where = [f"--rdzv-endpoint={store.endpoint}", "--rdzv-id=job", "--nnodes=1:2", "--rdzv-conf=last_call_timeout=60"]
         command = [*TORCHRUN, *store.options, *where, "--nproc-per-node=2", JOB, tmp_path]
         jobs = [stack.enter_context(Job(command, tmp_path, **PATIENT, STOP=str(tmp_path / "stop"))) for _ in range(2)]
         for job in jobs:

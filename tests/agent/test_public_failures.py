@@ -78,7 +78,7 @@ def test_a_failure_of_a_public_report(tmp_path: Path, server: EtcdServer, backen
 def test_words_cost_no_node(tmp_path: Path, server: EtcdServer, kind: str, code: int) -> None:
     """On two nodes, one may leave: no word of a broken GPU or disk has it do so."""
     where = [f"--rdzv-backend=ext_etcd --rdzv-endpoint={server.endpoint} --rdzv-id=job --nnodes=1:2 --nproc-per-node=1"]
-    conf = f"--rdzv-conf=checkpoint_dir={tmp_path},backoff=0.02,last_call=5"
+    conf = f"--rdzv-conf=checkpoint_dir={tmp_path},backoff=0.02,last_call_timeout=5"
     jobs = []
     for name in "ab":
         (tmp_path / name).mkdir()

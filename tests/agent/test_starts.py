@@ -356,7 +356,7 @@ def test_an_agent_runs_reaperless_until_it_has_descriptors(tmp_path):
 def test_a_node_without_descriptors_leaves_rounds_to_others(tmp_path, server):
     gate = Gate(tmp_path / "gate")
     where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
-    command = [*AGENT, *where, "--rdzv-conf=last_call=60", "--max-restarts=3", ELASTIC]
+    command = [*AGENT, *where, "--rdzv-conf=last_call_timeout=60", "--max-restarts=3", ELASTIC]
     with (
         Job(command, tmp_path, NODE="a", GATE=str(gate.path)) as poor,
         Job(command, tmp_path, NODE="b", GATE=str(gate.path)) as other,

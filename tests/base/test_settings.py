@@ -145,15 +145,6 @@ def test_switches(text):
     assert settings.read({}, {"ELASTIC_EXT_BOOTSTRAP": "off"}).bootstrap is False
 
 
-def test_a_key_of_a_newer_torch_passes_through(monkeypatch):
-    """These stand for one: without TORCH_KEYS only torch's source names them."""
-    monkeypatch.setattr(settings, "TORCH_KEYS", frozenset())
-    assert settings.read({"is_host": "1", "heartbeat_timeout": "5"}, {}) == settings.read({}, {})
-    for typo in ("is_hots", "heartbeat", "read", "read_timeouts", "a.b", ""):
-        with pytest.raises(UsageError, match="unknown setting"):
-            settings.read({typo: "1"}, {})
-
-
 @pytest.mark.seam
 def test_a_typo_is_found_without_importing_torch():
     """Which may take a minute, when `doctor` has ten seconds for the settings."""
@@ -199,26 +190,6 @@ def test_a_value_that_python_refuses_to_write(value, tmp_path):
     path.write_text(f"metrics_port = {value}")
     with pytest.raises(UsageError, match=r"metrics_port=.*expected a port number"):
         settings.read({}, {"ELASTIC_EXT_CONFIG": str(path)})
-
-
-def test_a_renamed_setting_keeps_its_old_name(tmp_path, monkeypatch, caplog):
-    monkeypatch.setitem(settings.RENAMED, "rack", "topology")
-    file = tmp_path / "conf.toml"
-    file.write_text('rack = "file"')
-    assert settings.read({}, {"ELASTIC_EXT_CONFIG": str(file)}).topology == "file"
-    assert settings.read({"rack": "conf"}, {"ELASTIC_EXT_RACK": "env"}).topology == "conf"
-    assert settings.read({"topology": "conf"}, {"ELASTIC_EXT_RACK": "env"}).topology == "conf"
-    assert settings.read({"rack": "conf"}, {"ELASTIC_EXT_TOPOLOGY": "env"}).topology == "conf"
-    assert caplog.messages[0] == f"setting rack in {file} is now called topology; the old name works until the next release"
-    assert len(caplog.messages) == 5
-    with pytest.raises(UsageError, match="topology is given twice in --rdzv-conf: rack is its old name"):
-        settings.read({"rack": "a", "topology": "b"}, {})
-
-
-def test_old_setting_names_lead_to_a_current_one():
-    known = {field.name for field in dataclasses.fields(settings.Settings)}
-    assert not known & settings.RENAMED.keys()
-    assert set(settings.RENAMED.values()) <= known
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class Drained:
         (folder / "checkpoints").mkdir()
 
     def start(self, name: str, nnodes: str, how: str) -> Job:
-        conf = f"lease_ttl={self.lease_ttl},last_call=60,node_name={name},checkpoint_dir={self.folder}/checkpoints"
+        conf = f"lease_ttl={self.lease_ttl},last_call_timeout=60,node_name={name},checkpoint_dir={self.folder}/checkpoints"
         conf += f",verdict_file={self.folder}/{name}.json,events_file={self.folder}/{name}.events"
         job = [*self.server.options, *self.where, f"--nnodes={nnodes}", f"--rdzv-conf={conf}", "--max-restarts=3"]
         command = [*TORCHRUN, *job, SCRIPTS / "drained_job.py", self.folder, how]

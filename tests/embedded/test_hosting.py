@@ -101,31 +101,29 @@ def test_a_name_of_several_machines_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("conf", "last_call", "lease_ttl"),
+    ("conf", "lease_ttl"),
     [
-        ({}, 15.0, 10),
-        ({"join_timeout": "600", "read_timeout": "60"}, 15.0, 10),
-        ({"last_call_timeout": "30"}, 30.0, 10),
-        ({"last_call_timeout": "0.5"}, 0.5, 10),
-        ({"keep_alive_interval": "4", "keep_alive_max_attempt": "5"}, 15.0, 20),
-        ({"keep_alive_interval": "4"}, 15.0, 12),
-        ({"keep_alive_max_attempt": "5"}, 15.0, 25),
-        ({"keep_alive_interval": "0.7"}, 15.0, 3),  # whole seconds, and not less
-        ({"keep_alive_interval": "0.1"}, 15.0, 2),
+        ({}, 10),
+        ({"join_timeout": "600", "read_timeout": "60", "last_call_timeout": "30"}, 10),
+        ({"keep_alive_interval": "4", "keep_alive_max_attempt": "5"}, 20),
+        ({"keep_alive_interval": "4"}, 12),
+        ({"keep_alive_max_attempt": "5"}, 25),
+        ({"keep_alive_interval": "0.7"}, 3),  # whole seconds, and not less
+        ({"keep_alive_interval": "0.1"}, 2),
     ],
 )
-def test_what_the_keys_of_torch_mean(conf, last_call, lease_ttl):
-    settings = hosting.torch_settings(conf, Settings(settle=0.25))
-    assert settings == Settings(last_call=last_call, lease_ttl=lease_ttl, settle=0.25)
+def test_what_the_keys_of_torch_mean(conf, lease_ttl):
+    settings = hosting.torch_settings(conf, Settings(backoff=0.25))
+    assert settings == Settings(lease_ttl=lease_ttl, backoff=0.25)
     assert isinstance(settings.lease_ttl, int)
 
 
 def test_our_own_settings_come_before_torchs():
-    ours = Settings(last_call=4.0, lease_ttl=9)
-    assert hosting.torch_settings({"last_call_timeout": "30", "keep_alive_interval": "4"}, ours) == ours
+    ours = Settings(lease_ttl=9)
+    assert hosting.torch_settings({"keep_alive_interval": "4"}, ours) == ours
 
 
-@pytest.mark.parametrize("key", ["last_call_timeout", "keep_alive_interval", "keep_alive_max_attempt"])
+@pytest.mark.parametrize("key", ["keep_alive_interval", "keep_alive_max_attempt"])
 @pytest.mark.parametrize("value", ["", "x", "inf", "nan", "-1"])
 def test_a_key_of_torch_without_a_number(key, value):
     with pytest.raises(UsageError, match=f"{key}={value}: expected a number, 0 or more"):

@@ -55,7 +55,7 @@ def test_a_script_with_etcd(server: EtcdServer, tmp_path: Path) -> None:
     etcd = {"RDZV_BACKEND": "ext_etcd", "HOST_NODE_ADDR": server.endpoint, "JOB_ID": "job_elastic"}
     command = [str(FOLDER / "elastic.sh"), str(FOLDER / "train_ddp.py"), "--epochs=1", "--examples=64"]
     with ExitStack() as stack, EtcdClient(server.endpoint) as client:
-        here = {"PET_RDZV_CONF": "last_call=0.5", "GLOO_SOCKET_IFNAME": "lo"}
+        here = {"PET_RDZV_CONF": "last_call_timeout=0.5", "GLOO_SOCKET_IFNAME": "lo"}
         given = [{**variables(number), **sizes, **etcd, **here} for number in (0, 1)]
         jobs = [stack.enter_context(Job(command, tmp_path, **each)) for each in given]
         done = [job.finish() for job in jobs]

@@ -160,7 +160,7 @@ def test_a_node_is_lost_and_replaced(nodes: Nodes) -> None:
     Method: `--nnodes=3:4`; all processes of a node are killed; another node starts with the same command.
     Observation: three rounds of 4, 3 and 4 ranks; each resumes, resharded, at the newest checkpoint; nothing is charged.
     """
-    first = nodes.start_all("abcd", "3:4", "--save-every=10", conf="last_call=60")  # all, however slow the machine
+    first = nodes.start_all("abcd", "3:4", "--save-every=10", conf="last_call_timeout=60")  # all, however slow the machine
     first.wait_for(SAVED, 2)
     nodes.lose("c")
     first.wait_for(r"resumed from", 1)
@@ -279,7 +279,7 @@ def test_the_control_plane_is_killed(nodes: Nodes, server: EtcdServer) -> None:
     Method: etcd is killed, and started again when many steps have been made without it; then a node is lost.
     Observation: no restart while it is away; after that, the job goes on with the node that is left.
     """
-    first = nodes.start_all("ab", "1:2", "--save-every=10", conf="last_call=60")  # both, however slow the machine
+    first = nodes.start_all("ab", "1:2", "--save-every=10", conf="last_call_timeout=60")  # both, however slow the machine
     first.wait_for(SAVED)
     server.kill()
     at = losses(first.out)[-1][0]
@@ -351,7 +351,7 @@ def test_a_node_joins_at_once(nodes: Nodes) -> None:
     before = run(alone, nodes.folder)
     assert before.returncode == 0, before.err
     once = ("--save-every=100000",)
-    first = nodes.start_all("ab", "2:3", *once, conf="grow_at=now,last_call=10")
+    first = nodes.start_all("ab", "2:3", *once, conf="grow_at=now,last_call_timeout=10")
     first.wait_for("step 11 loss")
     nodes.start("c", "2:3", *once, conf="grow_at=now")
     first.wait_for("resumed from", 2)
@@ -371,7 +371,7 @@ def test_a_node_joins_at_the_next_checkpoint(nodes: Nodes) -> None:
     came: all that is trained again are the steps since that one, 300 at most.
     """
     conf, flags = "grow_at=checkpoint", ("--save-every=300",)
-    first = nodes.start_all("ab", "2:3", *flags, conf=f"{conf},last_call=10")
+    first = nodes.start_all("ab", "2:3", *flags, conf=f"{conf},last_call_timeout=10")
     first.wait_for(SAVED)
     earlier, known = nodes.join("c", "2:3", *flags, conf=conf)
     first.wait_for("resumed from")

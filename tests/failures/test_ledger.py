@@ -1090,28 +1090,6 @@ def test_what_is_no_record_is_refused(decode, text):
     assert "\n" not in str(error.value)
 
 
-def test_a_kinds_limit_leaves_others_alone():
-    rules = Circumstances(NO_LIMIT, kind_limits={"network": 2})
-    ledger, ended = Ledger(), []
-    for number in range(3):
-        told = {"a": report("ha", "ConnectionError", "refused " + "abc"[number])}
-        ledger, verdict = judge(told, ledger, rules, number)
-        ended.append(verdict.decision.rule if verdict.ends_job else "")
-        ledger, other = judge({"a": report("ha", exit_code=30 + number)}, ledger, rules, number)
-        assert not other.ends_job
-    assert ended == ["", "", "kind-limit"]
-
-
-def test_progress_pays_for_a_kinds_limit_too():
-    """Two of two are spent, then a checkpoint is kept: two more, not one."""
-    rules, ledger, ended = Circumstances(NO_LIMIT, kind_limits={"network": 2}), Ledger(), []
-    for number, resumed_at in enumerate((0, 0, 7, 7, 7)):
-        told = {"a": report("ha", "ConnectionError", "refused " + "abcde"[number], resumed_at=resumed_at)}
-        ledger, verdict = judge(told, ledger, rules, number)
-        ended.append(verdict.ends_job)
-    assert ended == [False, False, False, False, True]
-
-
 def changed(random_, value):
     """A copy of a JSON value in which one part is another."""
     if isinstance(value, dict) and value and random_.random() < 0.9:
@@ -1141,7 +1119,7 @@ def test_foreign_records_never_end_the_leader(caplog):
 
 
 def test_the_wait_grows_until_progress_ends_it():
-    rules = Circumstances(NO_LIMIT, backoff=Backoff(1.0, 60.0))
+    rules = Circumstances(NO_LIMIT, backoff=Backoff(1.0))
     ledger, waits = Ledger(), []
     for number in range(9):
         ledger, verdict = judge({"a": report("ha", exit_code=20 + number, resumed_at=0)}, ledger, rules, number)
@@ -1149,8 +1127,8 @@ def test_the_wait_grows_until_progress_ends_it():
     assert waits == [0, 1, 2, 4, 8, 16, 32, 60, 60]
     _, verdict = judge({"a": report("ha", exit_code=40, resumed_at=7)}, ledger, rules, 9)
     assert verdict.decision.delay_s == 0
-    assert Backoff(1.0, 60.0).delay_s(3, jitter=1.0) == 1.0
-    assert Backoff(0.0, 60.0).delay_s(30, jitter=0.0) == 0
+    assert Backoff(1.0).delay_s(3, jitter=1.0) == 1.0
+    assert Backoff(0.0).delay_s(30, jitter=0.0) == 0
 
 
 def test_unreadable_records_still_leave_the_job_a_verdict(caplog):

@@ -388,21 +388,6 @@ def test_what_a_pod_says(pod, reason, target):
     assert kubernetes.platform_of(pod) == Platform("kubernetes", reason, target)
 
 
-def test_the_pod_file(tmp_path):
-    path = tmp_path / "pod.json"
-    environ = {"KUBERNETES_SERVICE_HOST": "127.0.0.1"}
-    assert detect(environ, str(path)) == Platform("kubernetes")  # not there: nothing is known
-    path.write_text(json.dumps({"status": {"conditions": [TARGET]}}))
-    assert detect({}, str(path)) == Platform("kubernetes", "PreemptionByScheduler", True)
-    for bad in ("", "[]", "{", "[" * 100_000):
-        path.write_text(bad)
-        assert detect(environ, str(path)) == Platform("kubernetes")
-    path.unlink()
-    os.mkfifo(path)
-    assert detect(environ, str(path)) == Platform("kubernetes")
-    assert detect({}) == Platform()
-
-
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory):
     return Certificates.make(tmp_path_factory.mktemp("tls"))

@@ -189,7 +189,7 @@ def job_of_three(
             if link:
                 net.add_link(host, link)
             where = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=job", f"--local-addr={host.address}", "--nnodes=2:3"]
-            how = [f"--rdzv-backend={backend}", "--rdzv-conf=last_call=60", "--max-restarts=3"]
+            how = [f"--rdzv-backend={backend}", "--rdzv-conf=last_call_timeout=60", "--max-restarts=3"]
             command = [*host.inside, *TORCHRUN, *where, *how, script]
             env = {
                 "STOP": str(tmp_path / "stop"),

@@ -42,7 +42,7 @@ def test_differing_collectives_hang_by_the_short_limit(tmp_path):
 def start_two(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path, *faults: str) -> list[Job]:
     """The same on two nodes of one worker each."""
     where = [f"--rdzv-endpoint={request.getfixturevalue('server').endpoint}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=1"]
-    command = [*AGENT, "--rdzv-backend=ext_etcd", *where, "--rdzv-conf=last_call=1", "--max-restarts=0", JOB, *faults]
+    command = [*AGENT, "--rdzv-backend=ext_etcd", *where, "--rdzv-conf=last_call_timeout=1", "--max-restarts=0", JOB, *faults]
     env = {"STOP": str(tmp_path / "stop"), "GROUP": "spinning"}
     own = [{"ELASTIC_EXT_NODE_NAME": name, "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{name}")} for name in "ab"]
     return [stack.enter_context(Job(command, tmp_path, **env, **each)) for each in own]

@@ -28,7 +28,7 @@ def test_a_spare_is_alive_though_not_ready(tmp_path, server: EtcdServer):
     """And it ends well with the job, so that the Job completes."""
     gate = Gate(tmp_path / "gate")
     options = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1"]
-    command = [*TORCHRUN, *options, "--rdzv-conf=last_call=0.1", SCRIPTS / "elastic_job.py"]
+    command = [*TORCHRUN, *options, "--rdzv-conf=last_call_timeout=0.1", SCRIPTS / "elastic_job.py"]
     environ = {"GATE": str(gate.path), "NODE": "a"}
     with Job(command, tmp_path, **environ) as trains:
         trains.wait_for(seen(1, 0))

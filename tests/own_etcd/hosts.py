@@ -19,7 +19,7 @@ from tests.networks import Host, network
 from tests.until import until
 
 ELASTIC = str(SCRIPTS / "elastic_job.py")
-CONF = "lease_ttl=10,last_call=0.5,stop_grace=2,settle=0.2"
+CONF = "lease_ttl=10,last_call_timeout=0.5,stop_grace=2"
 GONE_S = 120.0  # a keeper without agents ends after half a minute
 
 

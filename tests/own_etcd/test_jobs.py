@@ -25,7 +25,7 @@ from tests.until import until
 pytestmark = pytest.mark.full
 
 NO_SECRET = Path()
-TOGETHER = "60"  # last_call: the first round waits for all hosts
+TOGETHER = "60"  # last_call_timeout: the first round waits for all hosts
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_a_spare_can_replace_a_lost_member(tmp_path):
         taken = f"import signal, socket; s = {server}; print('up', flush=True); signal.pause()"
         with Job([*hosts[3].inside, sys.executable, "-c", taken], tmp_path) as taker:
             taker.wait_for("up")
-            agents = job.start_on(hosts, "1:5", last_call=TOGETHER)
+            agents = job.start_on(hosts, "1:5", last_call_timeout=TOGETHER)
             wait_for(agents, seen(5, 0))
             stopped = agents[2].process
             stopped.send_signal(signal.SIGSTOP)
@@ -160,7 +160,7 @@ def test_a_new_machine_of_old_name_gets_members(tmp_path):
     """Then a second one of the first three is lost, and nothing is left."""
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
-        agents = job.start_on(hosts, "2:3", last_call=TOGETHER)
+        agents = job.start_on(hosts, "2:3", last_call_timeout=TOGETHER)
         wait_for(agents, seen(3, 0))
         job.lose(hosts[0])
         wait_for(agents[1:], seen(2, 1))
@@ -180,7 +180,7 @@ def test_a_lost_majoritys_last_member_makes_way(tmp_path):
     """Two of three hosts are lost at once, and so is their data. The agent of the third one gives up, and is started again."""
     needs("ip")
     with hosts_of(tmp_path, 3) as (job, hosts):
-        settings = {"last_call": "30", "join_timeout": "40"}
+        settings = {"last_call_timeout": "30", "join_timeout": "40"}
         first = job.start_on(hosts, "3", **settings)
         wait_for(first, seen(3, 0))
         for host in hosts[1:]:
@@ -245,7 +245,7 @@ def test_a_node_cut_off_alone_comes_back(tmp_path, monkeypatch):
     needs("ip")
     for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"):
         monkeypatch.setenv(name, "7")
-    settings = {"join_timeout": "300", "lease_ttl": "4", "rejoin_timeout": "0", "last_call": TOGETHER}
+    settings = {"join_timeout": "300", "lease_ttl": "4", "rejoin_timeout": "0", "last_call_timeout": TOGETHER}
     with hosts_of(tmp_path, 3) as (job, hosts):
         agents = job.start_on(hosts, "2:3", **settings)
         wait_for(agents, seen(3, 0))

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base.diagnosis import Response
+from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.waits import Lasting
 from elastic_ext.failures.classify import classify
@@ -131,7 +132,24 @@ def test_only_silence_that_was_seen_counts(looks: list[tuple[float | None, float
     assert [silence.is_over(alive_until is not None and alive_until <= now, now) for alive_until, now in looks][-1] is over
 
 
-@pytest.mark.parametrize(("conf", "last_call_s"), [({}, 15.0), ({"join_timeout": "600"}, 15.0), ({"join_timeout": "4"}, 2.0)])
+@pytest.mark.parametrize(
+    ("conf", "last_call_s"),
+    [
+        ({}, 15.0),
+        ({"join_timeout": "600"}, 15.0),
+        ({"join_timeout": "4"}, 2.0),
+        ({"last_call_timeout": "30"}, 30.0),
+        ({"last_call_timeout": "0.5"}, 0.5),
+        ({"last_call_timeout": "30", "join_timeout": "40"}, 20.0),
+    ],
+)
 def test_the_last_call_ends_before_nodes_leave(conf: dict[str, str], last_call_s: float) -> None:
     params = RendezvousParameters("ext_etcd", "localhost:2379", "job", 1, 2, **conf)
     assert limits_of(params, Settings(), {}) == Limits(1, 2, last_call_s)
+
+
+@pytest.mark.parametrize("value", ["", "x", "inf", "nan", "-1"])
+def test_a_last_call_without_a_number_is_refused(value: str) -> None:
+    params = RendezvousParameters("ext_etcd", "localhost:1", "job", 1, 2, last_call_timeout=value)
+    with pytest.raises(UsageError, match=f"last_call_timeout={value}: expected a number, 0 or more"):
+        limits_of(params, Settings(), {})

@@ -192,7 +192,7 @@ def test_machines_of_one_name_differ_by_boot():
 
 MEMBERS = ("n1-10-aaaaaa", "n2-10-bbbbbb", "n3-10-cccccc")
 SPARES = ("n4-10-dddddd", "n5-10-eeeeee")
-BECAUSE = "slow_node=replace: rank 3 on "
+BECAUSE = "stragglers=replace: rank 3 on "
 
 
 def keeps(spares: int, leaving: tuple[str, ...] = (), refused: dict[str, str] | None = None) -> str:
@@ -222,7 +222,7 @@ def test_each_leaving_node_needs_its_own_spare(spares, leaving, expected):
     ("why", "kept"),
     [
         (f"drained: {BECAUSE}n7 is late by 9 ms of a step of 60 ms: 15%", True),
-        ("drained: slow_node=replace: rank 4 on n7 is late by 9 ms of a step of 60 ms: 15%", False),
+        ("drained: stragglers=replace: rank 4 on n7 is late by 9 ms of a step of 60 ms: 15%", False),
         ("drained: fan", False),
     ],
 )

@@ -168,7 +168,7 @@ def test_an_agent_asked_to_stop_costs_no_charge(store, nodes, start, tmp_path):
 def test_a_waiting_agent_leaves_when_asked(server, start, tmp_path, waits, sig, code):
     """The signal is why it ends, and not the failure, and the waits of a minute and more are not waited out."""
     faults = ["exit3:0"] if waits == "before a restart" else []
-    job = start("a", server, "1", *faults, ELASTIC_EXT_BACKOFF="1000", ELASTIC_EXT_BACKOFF_MAX="1000")
+    job = start("a", server, "1", *faults, ELASTIC_EXT_BACKOFF="1000")
     if waits == "for etcd":
         job.wait_for(seen(1, 0))
         server.kill()

@@ -30,7 +30,7 @@ KEYS = JobKeys("job")
 
 GLOO = str(SCRIPTS / "gloo_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
-CONF = "lease_ttl=10,last_call=0.5,stop_grace=2"
+CONF = "lease_ttl=10,last_call_timeout=0.5,stop_grace=2"
 
 
 class Nodes:
@@ -254,7 +254,7 @@ def test_a_node_left_behind_sees_no_failure(store, nodes, tmp_path):
 def waiting_pair(server: Store, nodes: Nodes, tmp_path: Path, nnodes: str) -> list[Job]:
     """Two agents; the second one is paused, and its worker has failed."""
     (tmp_path / "waits.py").write_text(ONE_WAITS_FOR_THE_OTHER)
-    own = {"script": "waits.py", "conf": "lease_ttl=6,last_call=60", "ELASTIC_EXT_MAX_RESTARTS": "0"}
+    own = {"script": "waits.py", "conf": "lease_ttl=6,last_call_timeout=60", "ELASTIC_EXT_MAX_RESTARTS": "0"}
     first, second = (nodes.start(name, server.endpoint, nnodes, **own) for name in "ab")
     first.wait_for("trains a 0")
     pid = int(second.wait_for(r"trains b 0 (\d+)")[0][1])
@@ -347,7 +347,7 @@ def test_a_spare_waits_while_the_job_trains(nodes, server):
     """join_timeout is for a job that does not train: a scheduler counts each 75 of a spare as a failure."""
     first = nodes.start("a", server.endpoint, "1")
     first.wait_for(seen(1, 0))
-    spare = nodes.start("b", server.endpoint, "1", conf="lease_ttl=2,last_call=0.5,stop_grace=2,join_timeout=3")
+    spare = nodes.start("b", server.endpoint, "1", conf="lease_ttl=2,last_call_timeout=0.5,stop_grace=2,join_timeout=3")
     wait_for_nodes(server, 2)
     with pytest.raises(subprocess.TimeoutExpired):
         spare.process.wait(4.5)

@@ -31,7 +31,7 @@ GLOO = str(SCRIPTS / "gloo_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
 WARNING = "used by an agent other than elastic_ext's"
 CONF = {
-    "ext_etcd": "lease_ttl=6,last_call=0.5",
+    "ext_etcd": "lease_ttl=6,last_call_timeout=0.5",
     "ext_c10d": "keep_alive_interval=1,keep_alive_max_attempt=30,last_call_timeout=1,join_timeout=60",  # torch's keys
 }
 BACKENDS = pytest.mark.parametrize("backend", ["ext_etcd", "ext_c10d"])
@@ -67,8 +67,8 @@ def test_a_worker_fails_and_both_nodes_restart(backend, endpoint, tmp_path):
 @contextmanager
 def two(backend: str, endpoint: str) -> Iterator[list[Any]]:
     create = EtcdRendezvous if backend == "ext_etcd" else plugin.c10d_rendezvous
-    params = RendezvousParameters(backend, endpoint, "job", 2, 2, "127.0.0.1")
-    handlers = [create(params, Settings(last_call=0.1)) for _ in range(2)]
+    params = RendezvousParameters(backend, endpoint, "job", 2, 2, "127.0.0.1", last_call_timeout=0.1)
+    handlers = [create(params, Settings()) for _ in range(2)]
     try:
         yield handlers
     finally:

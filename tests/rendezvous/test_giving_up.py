@@ -22,7 +22,7 @@ LONG_S = 300  # join_timeout of those that do not give up
 
 def start(nodes: Nodes, name: str, store: Store, join_timeout: int, conf: str = "") -> Job:
     (nodes.tmp_path / "script.py").write_text(SCRIPT)
-    own = f"lease_ttl={min(join_timeout, 30)},last_call=0.5"  # not longer than it waits
+    own = f"lease_ttl={min(join_timeout, 30)},last_call_timeout=0.5"  # not longer than it waits
     return nodes.start(name, store.endpoint, "3:4", script="script.py", conf=f"join_timeout={join_timeout},{own}{conf}")
 
 
@@ -49,7 +49,7 @@ def test_each_node_gives_up_alone(store: Store, nodes: Nodes) -> None:
 def test_too_few_in_a_slurm_step_are_requeued(store: Store, nodes: Nodes, tmp_path: Path) -> None:
     """Nobody can come; elsewhere the node that is left would wait for join_timeout."""
     (tmp_path / "script.py").write_text("import signal; print('trains', flush=True); signal.pause()")
-    own = {"script": "script.py", "conf": f"join_timeout={LONG_S},lease_ttl=2,last_call=0.5"}
+    own = {"script": "script.py", "conf": f"join_timeout={LONG_S},lease_ttl=2,last_call_timeout=0.5"}
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "PATH": f"{Path(sys.executable).parent}"}
     left, lost = (nodes.start(name, store.endpoint, "2", **own, ELASTIC_EXT_NODE_NAME=name, **step) for name in ("n1", "n2"))
     nodes.wait_for("trains")

@@ -636,7 +636,7 @@ def test_no_request_grows_with_lost_links(server, stack):
 # Real agents.
 
 
-CONF = "lease_ttl=300,last_call=30,stop_grace=2"  # the lease is longer than a test may take
+CONF = "lease_ttl=300,last_call_timeout=30,stop_grace=2"  # the lease is longer than a test may take
 
 
 UNHURRIED = "from elastic_ext.rendezvous import links\nlinks.SUSPECT_S = links.DECIDE_S = 600.0\n"

@@ -210,8 +210,8 @@ class Agents:
 
     def enter(self, name: str, **settings: object) -> EtcdRendezvous:
         """The order of the names is that of the ranks, whoever came first."""
-        params = RendezvousParameters("ext_etcd", self.endpoint, "job", *self._nnodes)
-        told = Settings(node_name=name, topology=name, lease_ttl=10, last_call=60.0, **settings)
+        params = RendezvousParameters("ext_etcd", self.endpoint, "job", *self._nnodes, last_call_timeout=60)
+        told = Settings(node_name=name, topology=name, lease_ttl=10, **settings)
         agent = EtcdRendezvous(params, told)
         agent.attached = True
         agent.prepare(WorkerProgram("true", "default", 1, 3, {}))
@@ -358,7 +358,7 @@ def test_strangers_at_the_links_end_no_round(store, nodes, tmp_path, stack):
     (tmp_path / "worker.py").write_text(TRAINS)
     steps = tmp_path / "steps-0"
     to_store = stack.enter_context(Proxy(int(store.endpoint.rpartition(":")[2])))
-    trained = {"script": "worker.py", "conf": "lease_ttl=300,last_call=30", "GLOO_SOCKET_IFNAME": "lo"}
+    trained = {"script": "worker.py", "conf": "lease_ttl=300,last_call_timeout=30", "GLOO_SOCKET_IFNAME": "lo"}
     jobs = [nodes.start(name, to_store.endpoint, "2:2", **trained) for name in "ab"]
     client = stack.enter_context(EtcdClient(store.endpoint))
 

@@ -34,7 +34,6 @@ class Training:
         given = {
             **DEFAULTS,
             "STATE": str(self.folder / "state"),
-            "ELASTIC_EXT_SETTLE": "5",  # a busy machine may be slow to tell of a failure
             "CHECKPOINT_DIR": str(self.folder / "checkpoints"),
             **variables,
         }

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 30.0
+# At the end of a job, without progress: then the process is replaced, and after as long again given up. Storage that is slow, but
+# not dead, has moved by then: a request is tried again for less.
+STALL_S = 60.0
 ALARM_AFTER = 3  # deaths, or failed turns, in a row
 END_S = 5.0  # time limit for a killed process to end
 MAX_DEATHS_AT_END = 10  # limit for a process that makes progress each time but never finishes
@@ -410,4 +413,4 @@ def start(settings: Settings, token: str, metrics: CopyMetrics) -> Copier | None
     """Start copying; return None without a local tier. token: the agent's token."""
     if settings.local_dir is None or settings.checkpoint_dir is None:
         return None
-    return Copier(settings.local_dir, settings.checkpoint_dir, settings.copy_mb_s, token, metrics, settings.copy_stall)
+    return Copier(settings.local_dir, settings.checkpoint_dir, settings.copy_mb_s, token, metrics, STALL_S)

@@ -230,8 +230,8 @@ class Sampler:
     def __init__(self, steps: "Callable[[], int]", publish: "Callable[[str], None]", which: "str | None" = "auto") -> None:
         """Prepare.
 
-        steps: returns the number of steps done. publish: gets a sample, a `hangs.lateness.WorkerSample` as JSON. which: the
-        setting `stragglers`; None: it is off.
+        steps: returns the number of steps done. publish: gets a sample, a `hangs.lateness.WorkerSample` as JSON. which: "auto"
+        or "all", as in the setting `stragglers`; None: it is off.
         """
         self.at_step = 0  # the number of steps after which the next sample is due; 0: that is not known yet
         self._steps, self._publish, self._which = steps, publish, which

@@ -69,7 +69,7 @@ class Agent:
     """One agent after the other, of the same command."""
 
     def __init__(self, kind: str, folder: Path, directory: str, environ: dict[str, str]) -> None:
-        conf = f"checkpoint_dir={directory},last_call=0.2,stop_grace=0.5,backoff=0,settle=0.05"
+        conf = f"checkpoint_dir={directory},last_call_timeout=0.2,stop_grace=0.5,backoff=0"
         conf += f",preload={PRELOAD[kind]}" if kind in PRELOAD else ""
         self._command = [*EXT, f"--nproc-per-node={WORLD}", "--max-restarts=1000000", f"--rdzv-conf={conf}"]
         self._command += [JOB, kind, directory, str(folder / "notes")]

@@ -115,7 +115,7 @@ class Hosts:
             "checkpoint_dir": self.object_store.url if self.object_store else self.store,
             "backoff": 0,
             "lease_ttl": LEASE_S,
-            "last_call": 1,
+            "last_call_timeout": 1,
             "refuse_node": 2,
             "verify": "full",
             "metrics": "off",

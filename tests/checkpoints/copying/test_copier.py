@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.copying.copier import Copier, CopyProgress
 from elastic_ext.checkpoints.copying.replicate import SCHEMA, CopyState, Pulse, decode, encode
 from tests.checkpoints.copying.test_replicate import complete, save
 from tests.checkpoints.directory.test_tiers import copiers
-from tests.jobs import AGENT, Job
+from tests.jobs import AGENT, HASTY_AGENT, Job
 from tests.until import LIMIT_S, until
 
 BUSY = CopyState(7, None, 1.5, ("step_00000004.g0001",), "step_00000002.g0001", 1, "OSError: a\nb", "2 []")
@@ -213,12 +213,12 @@ print("after", pinned(look=0), flush=True)  # once it is not
 """
 
 
-def job(tmp_path: Path, script: str, conf: str, *options: str, **variables: str) -> Job:
+def job(tmp_path: Path, script: str, conf: str, *options: str, agent: Sequence[str] = AGENT) -> Job:
     """With checkpoints in `remote` and the local directory `disk`."""
     (tmp_path / "job.py").write_text(script)
     conf = f"--rdzv-conf=checkpoint_dir={tmp_path / 'remote'},{conf}"
-    command = [*AGENT, "--nproc-per-node=1", *options, conf, str(tmp_path / "job.py"), str(tmp_path / "remote")]
-    return Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk"), **variables)
+    command = [*agent, "--nproc-per-node=1", *options, conf, str(tmp_path / "job.py"), str(tmp_path / "remote")]
+    return Job(command, tmp_path, ELASTIC_EXT_LOCAL_DIR=str(tmp_path / "disk"))
 
 
 def test_the_agent_pins_what_its_workers_load(tmp_path):
@@ -233,7 +233,7 @@ def test_a_last_checkpoint_that_is_not_copied_fails(tmp_path):
     """All ranks are done; the copies fail. Exit code 75, a verdict, the name; started again where the storage works: 0."""
     remote, conf = tmp_path / "remote", f"verdict_file={tmp_path}/verdict"
     (remote / ".elastic_ext" / "copying").mkdir(parents=True)  # where a file is to be
-    with job(tmp_path, SCRIPT, conf, ELASTIC_EXT_COPY_STALL="2") as failing:
+    with job(tmp_path, SCRIPT, conf, agent=HASTY_AGENT) as failing:
         done = failing.finish()
     (name,) = [path.name for path in (tmp_path / "disk").glob("step_*")]
     assert done.returncode == 75, done.err

@@ -10,7 +10,7 @@ Throughput is the number of steps in all turns. Its ratio to both jobs of stock 
 is the mean, with its standard error. The two jobs of stock show what the measurement makes of equal jobs.
 
 Ours runs as installed (bootstrap, metrics, stderr relay, hang watch, stragglers, standbys) with all that shows what a job does:
-events_file, metrics_file, metrics_discovery_dir, goodput, and metrics that are scraped in every SCRAPED-th round. What it does by
+events_file, metrics_discovery_dir, goodput, and metrics that are scraped in every SCRAPED-th round. What it does by
 the clock it does half as often again as usual, since the clock goes on while it stands still: the result is rather too bad.
 
 CPU of a step: what all processes of a job use for one. Agent's CPU: of the agent's own process; beside it: of its helpers
@@ -84,7 +84,7 @@ def settings(side: str, directory: str, port: int) -> dict[str, str]:
     """Return what a side sets of our agent, in variables."""
     if side != "ours":
         return {}
-    files = {"EVENTS_FILE": "events", "METRICS_FILE": "job.prom", "METRICS_DISCOVERY_DIR": "sd"}
+    files = {"EVENTS_FILE": "events", "METRICS_DISCOVERY_DIR": "sd"}
     paths = {f"ELASTIC_EXT_{name}": str(Path(directory, file)) for name, file in files.items()}
     return {"ELASTIC_EXT_METRICS_PORT": str(port), **paths}
 

@@ -384,9 +384,6 @@ class Observation(companion.Companion):
         self._last_rows: Sequence[WorkerProgress] = ()  # of the workers, at the end of the last round
         self._job: JobView | None = None
         self._serving: Serving | None = None
-        self._file: pages.TextFile | None = None
-        if settings.metrics_file is not None:
-            self._file = pages.TextFile(settings.metrics_file, metrics.registry, {**metrics.labels, "pid": str(os.getpid())})
         if not settings.metrics:
             return
         self._job = job = JobView(handler, self.node)
@@ -467,20 +464,12 @@ class Observation(companion.Companion):
         self._serving.lingers = True
 
     def show_last(self, left_s: float) -> None:
-        """Leave what the agent has counted last. It may be called again if there is more.
-
-        left_s: for `metrics_file` to be written, and beside that to be reported to the job.
-        """
-        by = time.monotonic() + left_s
+        """Show what the agent has counted last. It may be called again if there is more. left_s: to report it to the job."""
         self._metrics.enter(families.ENDED)
-        if self._file is not None:
-            self._file.begin()
         if self._job is not None:
             self._job.close(left_s, last_look=self._settings.metrics_linger > 0)
         if self._serving is not None:
             self._serving.ended()
-        if self._file is not None:
-            self._file.wait(max(companion.LEAST_S, by - time.monotonic()))
 
     def close(self) -> None:
         """Show no more, if need be after a last scrape; see `linger_at_close`.

@@ -323,8 +323,6 @@ class Settings:
         "PEM file of a CA: only clients with a certificate that it has signed may read the metrics")
     metrics_discovery_dir: str | None = _setting(None, TEXT,
         "directory for a file that names this endpoint to Prometheus (file_sd_configs), as long as the agent runs")
-    metrics_file: str | None = _setting(None, TEXT,
-        "file for the last metrics of the agent, in the directory of node exporter's textfile collector; one per agent, `*.prom`")
     metrics_host: str = _setting("127.0.0.1", TEXT, "address of the metrics endpoint")
     metrics_keyfile: str | None = _setting(None, TEXT, "PEM file of the private key of metrics_certfile, without a password")
     metrics_linger: float = _setting(0.0, LINGER_SECONDS,

@@ -1,8 +1,7 @@
 """What an agent shows: pages by path, each made when a client asks for it, and its last metrics.
 
 An agent ends at the verdict, mostly before the next scrape: what it counted last would be lost, and that is the failure itself.
-So it may serve its metrics until they are scraped once more, or leave them in a file for the textfile collector of the node
-exporter.
+So it may serve its metrics until they are scraped once more.
 """
 
 from __future__ import annotations
@@ -14,15 +13,13 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from http import HTTPStatus
 from importlib import resources
 
-from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.exposition import choose_encoder, write_to_textfile
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
 
 from elastic_ext.base import threads
 from elastic_ext.base.wakeup import Wakeup, readable
@@ -38,7 +35,6 @@ CPU_SHARE = 0.03  # of a core, for making the page of the metrics: some 6 times 
 CPU_BURST_S = 0.1
 
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
-NOT_OURS = "process_"  # the node exporter has its own, and refuses a file with the same
 
 _PRIVATE = ("X-Content-Type-Options: nosniff", "Referrer-Policy: no-referrer", "Cache-Control: no-store")
 
@@ -228,68 +224,3 @@ class LastScrape:
                     logger.warning("metrics: the final metrics were not scraped within %g s (metrics_linger)", timeout_s)
         self._wakeup = None
         return signals
-
-
-class _Labelled(Collector):
-    """Families of another registry, each sample with more labels. The node exporter refuses files that repeat a series."""
-
-    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
-        self._registry, self._labels = registry, labels
-
-    def collect(self) -> Iterable[Metric]:
-        for family in self._registry.collect():
-            if not family.name.startswith(NOT_OURS):
-                family.samples = [each._replace(labels={**self._labels, **each.labels}) for each in family.samples]
-                yield family
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-
-def write_file(path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
-    """Write the metrics, whole or not at all; a failure is logged.
-
-    path: ends with .prom, in the collector's directory. labels: added to each sample; they distinguish agents of one host.
-    """
-    whole = CollectorRegistry()
-    whole.register(_Labelled(registry, labels))
-    try:
-        write_to_textfile(path, whole)
-    except Exception as error:  # noqa: BLE001 - a collector may raise anything, and the result of the job matters more
-        logger.warning("metrics: cannot write metrics_file=%s: %s", path, error)
-
-
-class TextFile:
-    """Writes the file in a thread, for a file server that hangs must not hold up the end of an agent.
-
-    For one thread: `begin`, then `wait`, and the same again if there is more.
-    """
-
-    def __init__(self, path: str, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
-        self._path, self._registry, self._labels = path, registry, labels
-        self._thread: threading.Thread | None = None
-        self._again = self._warned = False
-
-    def begin(self) -> None:
-        """Begin to write what the metrics are now. Returns at once."""
-        if self._thread is not None and self._thread.is_alive():
-            self._again = True  # beside a write that hangs, another would, too
-            return
-        self._again = False
-        write = partial(write_file, self._path, self._registry, self._labels)
-        text = "metrics: cannot write metrics_file=%s: %s"
-        self._thread = threads.started(write, "elastic_ext-textfile", logger.warning, text, self._path)
-
-    def wait(self, limit_s: float) -> None:
-        """Wait until it is written, for limit_s seconds at most; log once if it is not."""
-        by = time.monotonic() + limit_s
-        while self._thread is not None:
-            self._thread.join(max(0.0, by - time.monotonic()))
-            if self._thread.is_alive():
-                if not self._warned:
-                    logger.warning("metrics: metrics_file=%s does not take the last metrics within %.1f s", self._path, limit_s)
-                self._warned = True
-                return
-            if not self._again:
-                return
-            self.begin()

@@ -56,12 +56,9 @@ def labelled(name: str) -> str:
     return f"agent:elastic_ext_{name}:labelled"
 
 
-def with_job(series: str, *, living: bool) -> str:
-    """The series with run_id and node, which are either labels of the target, or those of the agent's elastic_ext_info.
-
-    living: without what agents have left in a `metrics_file`, which has a label `pid`: it stays until somebody removes the file.
-    """
-    own = series.format('{run_id!="", pid=""}' if living else '{run_id!=""}')
+def with_job(series: str) -> str:
+    """The series with run_id and node, which are either labels of the target, or those of the agent's elastic_ext_info."""
+    own = series.format('{run_id!=""}')
     return f"{own}\nor\n{series.format('{run_id=' + chr(34) * 2 + '}')} * on ({AGENT}) group_left (run_id, node) {NEWEST}"
 
 
@@ -84,12 +81,11 @@ def last_time(grows: str, record: str) -> Rule:
 LEASE = "elastic_ext_etcd_lease_expiry_timestamp_seconds{0}"
 LABELLED = (
     Rule(NEWEST, f"topk by ({AGENT}) (1, timestamp(elastic_ext_info)) > bool 0"),
-    *(Rule(labelled(name), with_job(f"elastic_ext_{name}{{0}}", living=True)) for name in GAUGES),
-    *(Rule(labelled(name), with_job(f"elastic_ext_{name}{{0}}", living=False)) for name in COUNTERS),
+    *(Rule(labelled(name), with_job(f"elastic_ext_{name}{{0}}")) for name in GAUGES),
+    *(Rule(labelled(name), with_job(f"elastic_ext_{name}{{0}}")) for name in COUNTERS),
     # Also what agents have left: when they ended.
-    Rule(labelled("ended_timestamp_seconds"), with_job("elastic_ext_ended_timestamp_seconds{0}", living=False)),
     # Left at the scrape, not now: the agent has extended the lease since.
-    Rule("agent:elastic_ext_etcd_lease_left_seconds:labelled", with_job(f"({LEASE} - timestamp({LEASE}))", living=True)),
+    Rule("agent:elastic_ext_etcd_lease_left_seconds:labelled", with_job(f"({LEASE} - timestamp({LEASE}))")),
 )
 
 STATE, RESTARTS, STARTS = labelled("agent_state"), labelled("restarts_total"), labelled("worker_starts_total")

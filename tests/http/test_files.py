@@ -9,13 +9,11 @@ import sys
 from http import HTTPStatus
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from elastic_ext.agent.observation import Serving
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.http import pages, server
-from elastic_ext.telemetry.agent_metrics import AgentMetrics
 
 LABELS = {"run_id": "team/job_1", "node": "n0"}
 
@@ -66,21 +64,4 @@ def test_a_killed_agents_file_goes_with_the_next(tmp_path):
 def test_an_unwritable_directory_costs_one_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     server.announce(str(tmp_path / "file" / "sd"), ("127.0.0.1", 1), LABELS)()
-    pages.write_file(str(tmp_path / "file" / "x.prom"), agent().registry, {})
-    assert len(caplog.records) == 2
-
-
-def agent() -> AgentMetrics:
-    return AgentMetrics(version="1", torch="2", run_id="job1", node="n0")
-
-
-def test_the_node_exporters_file_holds_the_last_metrics(tmp_path):
-    path, metrics = tmp_path / "job.prom", agent()
-    metrics.failed("code")
-    pages.write_file(str(path), metrics.registry, {**metrics.labels, "pid": "7"})
-    samples = [sample for family in text_string_to_metric_families(path.read_text()) for sample in family.samples]
-    assert {tuple(sample.labels[name] for name in ("run_id", "node", "pid")) for sample in samples} == {("job1", "n0", "7")}
-    assert not [sample for sample in samples if sample.name.startswith("process_")]
-    (code,) = [each.value for each in samples if each.name == "elastic_ext_failures_total" and each.labels["kind"] == "code"]
-    assert code == 1
-    assert [each.name for each in tmp_path.iterdir()] == ["job.prom"]
+    assert len(caplog.records) == 1

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prometheus_client.core import GaugeMetricFamily
-from prometheus_client.registry import Collector, CollectorRegistry
 
-from elastic_ext.http.pages import TextFile
 from tests.jobs import AGENT, Gate, Job
 from tests.until import LIMIT_S, until
 
@@ -39,9 +34,9 @@ def start(tmp_path: Path, **settings: object) -> tuple[Gate, Job]:
 
 
 @pytest.mark.full
-def test_an_agent_leaves_a_file_and_is_found(tmp_path):
-    file, found, began = tmp_path / "job.prom", tmp_path / "sd", time.time()
-    gate, started = start(tmp_path, file=file, discovery_dir=found)
+def test_the_last_scrape_shows_the_failure(tmp_path):
+    found, began = tmp_path / "sd", time.time()
+    gate, started = start(tmp_path, discovery_dir=found, linger=300)
     with started as job:
         job.wait_for("waits")
         (named,) = [json.loads(each.read_text()) for each in found.iterdir()]
@@ -50,12 +45,12 @@ def test_an_agent_leaves_a_file_and_is_found(tmp_path):
         seen = until(lambda: page if running in (page := scrape(target)) else "")
         assert "\nelastic_ext_ended_timestamp_seconds " not in seen
         gate.open()
+        job.wait_for("serves its last metrics")
+        last = scrape(target)
         assert job.finish().returncode == 65
-    labels, last = named[0]["labels"], file.read_text()
-    whose = f'node="{labels["node"]}",pid="{job.process.pid}",run_id="{labels["run_id"]}"'
-    assert f'elastic_ext_failures_total{{kind="code",{whose}}} 1.0' in last
-    assert f'elastic_ext_agent_state{{{whose},state="ended"}} 1.0' in last
-    (ended,) = [float(line.split()[1]) for line in last.splitlines() if line.startswith("elastic_ext_ended_timestamp_seconds{")]
+    assert 'elastic_ext_failures_total{kind="code"} 1.0' in last
+    assert 'elastic_ext_agent_state{state="ended"} 1.0' in last
+    (ended,) = [float(line.split()[1]) for line in last.splitlines() if line.startswith("elastic_ext_ended_timestamp_seconds ")]
     assert began < ended <= time.time()
     assert list(found.iterdir()) == []
 
@@ -85,34 +80,3 @@ def test_a_recovery_lasts_until_the_first_step(tmp_path):
     assert "elastic_ext_restarts_charged 1.0" in seen, [line for line in seen.splitlines() if "restarts" in line]
     assert "elastic_ext_max_restarts 3.0" in seen
     assert "\nelastic_ext_last_recovery_seconds " in seen
-
-
-class Hangs(Collector):
-    """As a file server does: whoever writes these metrics waits, until it is open."""
-
-    def __init__(self) -> None:
-        self.open, self.value = threading.Event(), 1.0
-
-    def describe(self) -> list[GaugeMetricFamily]:
-        return []
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        value = self.value
-        self.open.wait(600)
-        yield GaugeMetricFamily("value", "", value)
-
-
-def test_a_hanging_file_server_does_not_delay_ends(tmp_path, caplog):
-    registry, hangs, path = CollectorRegistry(), Hangs(), tmp_path / "job.prom"
-    registry.register(hangs)
-    file = TextFile(str(path), registry, {})
-    for value in (1.0, 2.0):  # an agent that leaves shows its last metrics twice
-        hangs.value = value
-        file.begin()
-        file.wait(0.01)
-    assert [each.getMessage() for each in caplog.records] == [
-        f"metrics: metrics_file={path} does not take the last metrics within 0.0 s"
-    ]
-    hangs.open.set()
-    file.wait(LIMIT_S)
-    assert "value 2.0" in path.read_text()

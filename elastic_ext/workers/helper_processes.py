@@ -103,7 +103,7 @@ class Reaper:
             logger.warning("the reaper is running again (pid %s)", self._process.pid)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        arguments = str(reaper.VERSION), str(os.getpid()), self._token, self._run_dir
+        arguments = str(os.getpid()), self._token, self._run_dir
         process = start_helper(reaper.__file__, *arguments, stdin=subprocess.PIPE, pass_fds=self._inherited())
         assert process.stdin is not None
         os.set_blocking(process.stdin.fileno(), False)  # a reaper that does not read must not block the agent

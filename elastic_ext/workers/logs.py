@@ -139,7 +139,7 @@ def _start_process(console: int) -> tuple[subprocess.Popen[bytes] | None, socket
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        process = helper_processes.start_helper(relay.__file__, str(relay.VERSION), stdin=theirs.fileno(), stderr=console)
+        process = helper_processes.start_helper(relay.__file__, stdin=theirs.fileno(), stderr=console)
     except OSError as error:
         ours.close()
         theirs.close()

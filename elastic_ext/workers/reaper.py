@@ -2,12 +2,12 @@
 
 A worker whose agent was killed with SIGKILL would keep training, unseen, on devices that the next round needs.
 
-The agent starts the reaper as `python -I -S reaper.py VERSION AGENT_PID TOKEN RUN_DIR` (standard library only: a few MB).
+The agent starts the reaper as `python -I -S reaper.py AGENT_PID TOKEN RUN_DIR` (standard library only: a few MB).
 TOKEN is in the environment of every process that the agent starts for its job; RUN_DIR is the agent's private directory. What a
 worker starts may have another environment (`env -i`), session and parent (a daemon), and no descriptor of ours. So workers also
 carry a mark that each process inherits, and that no program has a use for: see `mark`.
 
-Wire protocol, version 2: lines on the reaper's standard input. The reaper sends nothing back; the agent only sees it end.
+Wire protocol: lines on the reaper's standard input. The reaper sends nothing back; the agent only sees it end.
 
     workers PID PID ...    the workers of this round; replaces the previous list (a forked worker may not carry the token)
     end clean              the agent ends well: it left on purpose what is still alive
@@ -18,7 +18,7 @@ the two lives (`rendezvous.links`). So the reaper's own end is how they learn th
 
 The agent's death is also an event: its pidfd becomes readable. After a death or `end`, the reaper kills everything that carries
 the token or the mark, including grandchildren in any session or group, but resource trackers (see `is_tracker`), and removes
-RUN_DIR. A reaper of another version exits with code 1 before it reads a line.
+RUN_DIR.
 """
 
 import os
@@ -32,7 +32,6 @@ TYPE_CHECKING = False  # typing.TYPE_CHECKING, without typing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-VERSION = 2
 WORKERS, END = "workers", "end"  # the first word of a line
 CLEAN = "clean"
 
@@ -318,6 +317,4 @@ def marked(token: bytes, by_environment: bool = True) -> "Iterator[ExactProcess]
 
 
 if __name__ == "__main__":
-    if sys.argv[1] != str(VERSION):
-        sys.exit(f"elastic_ext: expected version {VERSION} of the reaper's protocol, got {sys.argv[1]}; restart the agent")
-    main(int(sys.argv[2]), sys.argv[3], sys.argv[4])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

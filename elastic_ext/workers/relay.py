@@ -1,8 +1,8 @@
 """The stderr relay: a process beside the agent that copies the workers' stderr to the console and keeps its last bytes.
 
-The agent starts it as `python -I -S relay.py VERSION` (standard library only); see `logs.py` for the agent's side.
+The agent starts it as `python -I -S relay.py` (standard library only); see `logs.py` for the agent's side.
 
-Wire protocol, version 1
+Wire protocol
     The relay's fd 2 is the console. Its standard input is one end of a SOCK_SEQPACKET socket pair; the agent has the other end.
     Each packet is one message. From the agent:
 
@@ -17,7 +17,7 @@ Wire protocol, version 1
 
     A ring is shared memory of HEADER_BYTES + RING_BYTES, with the layout that the constants below define. It outlives the relay:
     the next relay gets the same ring and writes to the console what its predecessor had read but not yet written.
-    A relay of another version exits with code 1, and the agent does the work in a thread.
+    Where the relay cannot run, the agent does the work in a thread.
 
 Guarantees
     - Bytes pass unchanged, in order of arrival, and at once: the relay does not wait for whole lines.
@@ -35,10 +35,8 @@ import os
 import select
 import socket
 import stat
-import sys
 from collections import deque
 
-VERSION = 1
 SOURCE, FORGET, FLUSH = b"source", b"forget", b"flush"  # the first word of a message
 
 # The ring: a header of native 64-bit words at the indices below, then the bytes.
@@ -261,8 +259,5 @@ class Relay:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] != [str(VERSION)]:
-        got = " ".join(sys.argv[1:])
-        sys.exit(f"elastic_ext: expected version {VERSION} of the stderr relay's protocol, got {got}; restart the agent")
     # The agent has closed everything else: this process has only the console and the socket.
     Relay(socket.socket(fileno=0), 2).run()

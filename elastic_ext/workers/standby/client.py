@@ -239,8 +239,7 @@ class ServerProcess:
         return ServerEnd(code, printed)
 
     def _send(self, message: Mapping[str, object], descriptors: Sequence[int] = ()) -> None:
-        text = json.dumps({"version": server.VERSION, **message})
-        socket.send_fds(self._control, [text.encode()], list(descriptors))
+        socket.send_fds(self._control, [json.dumps(message).encode()], list(descriptors))
 
 
 def _accept(waiting: socket.socket, deadline: float) -> Standby | None:

@@ -10,16 +10,15 @@ starts a server without it. A server never has a CUDA context: opening a device 
 A worker can notice two things of not having been started by exec: modules are already imported (of torch 2.8, its directory is on
 sys.path), and all standbys of one server share the seed of hash(), as with PYTHONHASHSEED.
 
-Wire protocol, version 1. The agent starts the server (`python -u server.py CONTROL`, with the interpreter, options, environment
+Wire protocol. The agent starts the server (`python -u server.py CONTROL`, with the interpreter, options, environment
 and folder of the workers) and talks to it over the socket CONTROL (SOCK_SEQPACKET). Each message from the agent is a JSON object:
 
-    {"version": 1, "preload": PATH}         import what the file at PATH names: a `PreloadRequest` as JSON
-    {"version": 1, "enough": true}          if it imports: answer now, once torch is there; a round waits for standbys
-    {"version": 1, "park": AGENT} + socket  fork a standby that waits at that socket; AGENT is the pid of the agent
-    end of file                             the agent is gone or no longer needs the server: end
+    {"preload": PATH}           import what the file at PATH names: a `PreloadRequest` as JSON
+    {"enough": true}            if it imports: answer now, once torch is there; a round waits for standbys
+    {"park": AGENT} + socket    fork a standby that waits at that socket; AGENT is the pid of the agent
+    end of file                 the agent is gone or no longer needs the server: end
 
-The server answers each preload with a packet of one byte and the descriptor of a file that holds a `Ready` as JSON. A server that
-gets a message with another version prints that and ends.
+The server answers each preload with a packet of one byte and the descriptor of a file that holds a `Ready` as JSON.
 
 Each standby uses its own socket (SOCK_STREAM). In this order:
 
@@ -94,7 +93,6 @@ if TYPE_CHECKING:
         blocked: list[int]  # numbers of blocked signals
 
 
-VERSION = 1
 HEADER_BYTES = 4
 
 TOKEN_ENV = "_ELASTIC_EXT_AGENT"
@@ -126,8 +124,6 @@ class StandbyServer:
                     sys.modules[_import_checks.INSTANTIATOR]._TEMP_DIR.cleanup()  # no exit handler will do it
                 return None
             message = json.loads(data)
-            if message.get("version") != VERSION:
-                sys.exit(f"expected version {VERSION} of the standby protocol, got version {message.get('version')!r}")
             if "preload" in message:
                 with open(message["preload"], encoding="utf-8") as file:
                     request: PreloadRequest = json.load(file)

@@ -63,7 +63,7 @@ class MemoryCopies:
             logger.warning("no copies of the state in memory: %s", error)
             return None
         limit = limit // 2 if nodes > 1 else limit
-        return contracts.MemoryRoom(directory, limit, settings.memory_every, settings.topology or "", settings.memory_mb_s * 1e6)
+        return contracts.MemoryRoom(directory, limit, settings.memory_every, settings.topology or "", settings.copy_mb_s * 1e6)
 
     @property
     def _directory(self) -> str:

@@ -74,6 +74,10 @@ def _int_within(least: int, most: float = float("inf")) -> Callable[[str], int]:
     return parse
 
 
+def _limit_or_off(text: str) -> float:
+    return 0.0 if text.lower() in ("0", "off") else _float_from(1)(text)
+
+
 def one_of(*choices: str) -> SettingType:
     """Return the type of a setting that takes one of these texts."""
 
@@ -130,6 +134,7 @@ def _name(text: str) -> str:
 
 BOOLEAN = SettingType(lambda text: _BOOLEANS[text.lower()], "on or off")
 SECONDS = SettingType(_float_from(0), "a number of seconds, 0 or more")
+SECONDS_OR_OFF = SettingType(_limit_or_off, "a number of seconds, 1 or more, or off")
 SECONDS_FROM_1 = SettingType(_float_from(1), "a number of seconds, 1 or more")
 # Prometheus itself forgets an agent 5 minutes after its last scrape; a node that ends holds its place in the cluster meanwhile.
 LINGER_SECONDS = SettingType(_float_from(0, 300), "a number of seconds, 0 to 300")
@@ -263,7 +268,8 @@ class Settings:
         "pattern of checkpoint names, e.g. `model_{step}.pt`, or with * and ?; the files may be of unknown formats; default: "
         "every checkpoint of a known format")
     copy_mb_s: float = _setting(0.0, MB_PER_SECOND,
-        "limit for copying from local_dir to checkpoint_dir, in megabytes per second and node; 0: no limit")
+        "limit for copying from local_dir to checkpoint_dir, and for sending copies in memory to another node, each in "
+        "megabytes per second and node; 0: no limit")
     etcd_ca: str | None = _setting(None, TEXT, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, TEXT, "ext_etcd: file of this client's certificate")
     etcd_data_dir: str | None = _setting(None, TEXT,
@@ -286,11 +292,10 @@ class Settings:
         "wrong setting then is 78")
     health_timeout: float = _setting(60.0, SECONDS_FROM_1,
         "how long health_command may take; a node on which it hangs is bad")
-    hang: bool = _setting(True, BOOLEAN,
-        "detect hangs: when no worker of the job makes progress, end the round and start it again")
-    hang_timeout: float | None = _setting(None, SECONDS_FROM_1,
+    hang_timeout: float | None = _setting(None, SECONDS_OR_OFF,
         "seconds without progress that count as a hang; before the first step, ten times this, and at least half an hour while a "
-        "worker is busy; default: learned from the job")
+        "worker is busy; default: learned from the job; `off` or 0: no hang is looked for. When no worker of the job makes "
+        "progress, the round ends, and starts again")
     integrity_every: int = _setting(0, STEPS,
         "N: after every N optimizer steps, workers hash parameters and optimizer state that other ranks hold too, and the agents "
         "compare the hashes (see [wrong results](failures.md#wrong-results)); 0: never")
@@ -314,8 +319,6 @@ class Settings:
     memory_limit: int | None = _setting(None, BYTES,
         "the most memory for these copies on a node, e.g. `64G`, two for each worker; with several nodes, half of it is for "
         "another node's copies; default: a quarter of the memory that is free when a round starts")
-    memory_mb_s: float = _setting(0.0, MB_PER_SECOND,
-        "limit for sending these copies to another node, in megabytes per second; 0: no limit")
     metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
     metrics_certfile: str | None = _setting(None, TEXT,
         "PEM file of the certificate with which the metrics endpoint serves HTTPS; read again when it changes")
@@ -368,6 +371,11 @@ class Settings:
     # fmt: on
 
     @property
+    def hang(self) -> bool:
+        """Whether hangs are looked for."""
+        return self.hang_timeout != 0
+
+    @property
     def copies_to_memory(self) -> bool:
         """Whether workers may copy their state to the agent's memory."""
         return self.checkpoint_dir is not None and self.memory_every != 0 and self.memory_limit != 0
@@ -415,9 +423,8 @@ def check_times(settings: Settings, rdzv_conf: Mapping[str, object], shutdown_ti
 
     Raises UsageError: names both times and why one must be less than the other.
     """
-    if settings.hang_timeout is not None and not (settings.hang and settings.bootstrap):
-        switch = "bootstrap" if settings.hang else "hang"
-        raise UsageError(f"hang_timeout={settings.hang_timeout:g} has no effect with {switch}=off; remove one of them")
+    if settings.hang_timeout and not settings.bootstrap:
+        raise UsageError(f"hang_timeout={settings.hang_timeout:g} has no effect with bootstrap=off; remove one of them")
     times = {
         "stop_grace": settings.stop_grace,
         "platform_grace": settings.platform_grace,

@@ -219,8 +219,9 @@ def test_what_makes_a_node_unfit(code, why):
 
 @pytest.mark.parametrize("given", [{}, {"local_dir": "/nvme"}])
 def test_our_check_gets_no_settings_the_agent_accepted(given):
-    """Without --shutdown-timeout=15 and --rdzv-conf=hang=on, as the agent has them, these contradict each other."""
-    environ = {"PATH": "/bin", "ELASTIC_EXT_PLATFORM_GRACE": "20", "ELASTIC_EXT_HANG": "off", "ELASTIC_EXT_HANG_TIMEOUT": "60"}
+    """Without --shutdown-timeout=15 and --rdzv-conf=bootstrap=on, as the agent has them, these contradict each other."""
+    contradict = {"PLATFORM_GRACE": "20", "BOOTSTRAP": "off", "HANG_TIMEOUT": "60"}
+    environ = {"PATH": "/bin", **{f"ELASTIC_EXT_{name}": value for name, value in contradict.items()}}
     command, left = launch.own_check(Settings(**given), environ, 8)
     assert command.endswith("doctor --preflight --alone")
     assert (left.pop("PATH"), left.pop("LOCAL_WORLD_SIZE")) == ("/bin", "8")

@@ -162,6 +162,24 @@ def test_quotes_from_a_yaml_list_are_named():
         settings.read({"'lease_ttl": "10'"}, {})
 
 
+@pytest.mark.parametrize(("text", "seconds", "looks"), [("off", 0.0, False), ("0", 0.0, False), ("7", 7.0, True)])
+def test_hang_timeout_may_be_off(text, seconds, looks):
+    read = settings.read({"hang_timeout": text}, {})
+    assert (read.hang_timeout, read.hang) == (seconds, looks)
+
+
+@pytest.mark.parametrize("text", ["0.5", "-1", "nan", "no"])
+def test_a_hang_timeout_below_a_second_is_refused(text):
+    with pytest.raises(UsageError, match="expected a number of seconds, 1 or more, or off"):
+        settings.read({"hang_timeout": text}, {})
+
+
+def test_a_hang_timeout_needs_the_bootstrap():
+    settings.check_times(settings.Settings(hang_timeout=0.0, bootstrap=False), {}, 30)
+    with pytest.raises(UsageError, match="hang_timeout=7 has no effect with bootstrap=off"):
+        settings.check_times(settings.Settings(hang_timeout=7.0, bootstrap=False), {}, 30)
+
+
 def test_what_is_no_setting_is_left_alone():
     environ = {
         "ELASTIC_EXT_WORKER": "{}",

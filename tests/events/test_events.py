@@ -102,9 +102,9 @@ def test_the_package_emits_what_the_table_says():
 
 
 def test_secrets_and_forged_lines_do_not_get_in():
-    settings = Settings(etcd_password="hunter22", etcd_user="me", checkpoint_dir="s3://key:hunter33@bucket/x", hang=False)
+    settings = Settings(etcd_password="hunter22", etcd_user="me", checkpoint_dir="s3://key:hunter33@bucket/x", hang_timeout=0.0)
     shown = shown_settings(settings)
-    assert shown.keys() == {"etcd_user", "checkpoint_dir", "hang"}
+    assert shown.keys() == {"etcd_user", "checkpoint_dir", "hang_timeout"}
     own = {
         **dict.fromkeys(("version", "torch", "backend"), "a\nb\x1b[0m\ud800"),
         "workers": 1,
@@ -334,7 +334,7 @@ def assert_spans(found: list[dict], recovered: dict) -> None:
 
 @pytest.mark.full
 def test_the_events_of_a_hang(tmp_path):
-    where = {"ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"), "ELASTIC_EXT_HANG": "on", "STOP": str(tmp_path / "stop")}
+    where = {"ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"), "STOP": str(tmp_path / "stop")}
     command = [*AGENT, "--nproc-per-node=2", "--max-restarts=3", "--rdzv-conf=hang_timeout=6,backoff=0"]
     with Job([*command, str(SCRIPTS / "hang_job.py"), "deadlock:1"], tmp_path, **where) as job:
         (url,) = job.wait_for(r"serving (http://\S+)")

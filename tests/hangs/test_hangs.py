@@ -23,7 +23,6 @@ from elastic_ext.failures.evidence import Evidence
 from elastic_ext.hangs import detector
 from elastic_ext.hangs.detector import Stuck, WaitFor, WorkerStatus
 from elastic_ext.workers import progress_layout
-from tests import jobs
 from tests.embedded_server import EmbeddedServer
 from tests.jobs import PATIENT_AGENT as AGENT
 from tests.jobs import SCRIPTS, TORCHRUN, Job, wait_gone
@@ -31,11 +30,6 @@ from tests.until import until
 
 JOB = SCRIPTS / "hang_job.py"
 GAPS = (0,) * 10 + (500,)  # 500 gaps of half a second to a second
-
-
-@pytest.fixture(autouse=True)
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(jobs.DEFAULTS, "ELASTIC_EXT_HANG", "on")
 
 
 def worker(rank: int = 0, steps: int = 10, quiet_s: float = 100.0, **more) -> WorkerStatus:

@@ -193,7 +193,6 @@ def job_of_three(
             command = [*host.inside, *TORCHRUN, *where, *how, script]
             env = {
                 "STOP": str(tmp_path / "stop"),
-                "ELASTIC_EXT_HANG": "on",
                 "ELASTIC_EXT_NODE_NAME": f"h{number}",
                 "ELASTIC_EXT_TOPOLOGY": f"h{number}",  # the order of the ranks
                 "ELASTIC_EXT_VERDICT_FILE": str(tmp_path / f"verdict-{number}"),

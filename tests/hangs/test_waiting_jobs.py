@@ -7,18 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import jobs
 from tests.jobs import PATIENT_AGENT as AGENT
 from tests.jobs import SCRIPTS, Job
 
 pytestmark = pytest.mark.full
 
 JOB = SCRIPTS / "spin_job.py"
-
-
-@pytest.fixture(autouse=True)
-def on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(jobs.DEFAULTS, "ELASTIC_EXT_HANG", "on")
 
 
 def start(tmp_path: Path, group: str, *faults: str) -> Job:

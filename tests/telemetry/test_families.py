@@ -109,7 +109,7 @@ def test_a_job_that_is_killed(tmp_path, server):
 def test_an_outage_of_etcd(tmp_path, server):
     settings = {
         "checkpoint_dir": str(tmp_path / "remote"),
-        "hang": "off",
+        "hang_timeout": "off",
         "lease_ttl": "8",  # half of it without an answer is an outage
         "events_file": str(tmp_path / "events"),
     }

@@ -70,7 +70,8 @@ signal.pause()
 @pytest.mark.full
 def test_a_recovery_lasts_until_the_first_step(tmp_path):
     (tmp_path / "job.py").write_text(STEPS)
-    environ = {"ELASTIC_EXT_BACKOFF": "0", "ELASTIC_EXT_HANG": "off"}  # no check is due: only the step itself wakes the agent
+    # No check is due: only the step itself wakes the agent.
+    environ = {"ELASTIC_EXT_BACKOFF": "0", "ELASTIC_EXT_HANG_TIMEOUT": "off"}
     with Job([*AGENT, "--nproc-per-node=1", "--max-restarts=3", str(tmp_path / "job.py")], tmp_path, **environ) as job:
         (url,) = job.wait_for(r"http://(127\.0\.0\.1:\d+)/metrics")
         job.wait_for("trains")

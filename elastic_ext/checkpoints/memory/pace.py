@@ -54,7 +54,7 @@ def choose(asked: int | None, timings: Sequence[Timing], failures: int = 0) -> t
         every, reason = _affordable(timings)
     elif too_often(asked, timings) > 1:
         send_s, step_s = max(each.send_s for each in timings), min(each.step_s for each in timings if each.step_s)
-        every, reason = math.ceil(MARGIN * send_s / step_s), f"to send a part takes {send_s:.3g} s at memory_mb_s"
+        every, reason = math.ceil(MARGIN * send_s / step_s), f"to send a part takes {send_s:.3g} s at copy_mb_s"
     else:
         every, reason = asked, f"memory_every={asked}"
     if not failures:
@@ -181,7 +181,7 @@ class StepTimes:
 
 class Schedule:
     def __init__(self, asked: int | None, speaks: bool, mb_s: float = 0.0) -> None:
-        """asked: see `choose`. speaks: whether this rank writes to the log. mb_s: the setting memory_mb_s."""
+        """asked: see `choose`. speaks: whether this rank writes to the log. mb_s: the setting copy_mb_s."""
         self._asked, self._speaks, self._mb_s = asked, speaks, mb_s
         self._logged: int | None = None  # what the log has said
         self._warned = False
@@ -239,8 +239,8 @@ class Schedule:
         if self._asked is not None and self._speaks and not self._warned and (times := too_often(self._asked, timings)) > 1:
             self._warned = True
             logger.warning(
-                "copies in memory are made every %s steps, not every %s (memory_every): at memory_mb_s=%.3g a part takes %.3g s "
-                "to send to another node; for every %s steps, set memory_mb_s to %.3g or more",
+                "copies in memory are made every %s steps, not every %s (memory_every): at copy_mb_s=%.3g a part takes %.3g s "
+                "to send to another node; for every %s steps, set copy_mb_s to %.3g or more",
                 self.every,
                 self._asked,
                 self._mb_s,

@@ -131,5 +131,5 @@ def test_a_rate_too_low_makes_copies_rarer(tmp_path: Path, groups: RankGroups) -
     assert hosts.parts(name) == [[memory_file(0), memory_file(1)]] * 2
     assert order_of(name)[1] < 8
     logged = groups.stderr.read_text()
-    assert logged.count("(memory_every): at memory_mb_s=0.02 a part takes ") == 1
+    assert logged.count("(memory_every): at copy_mb_s=0.02 a part takes ") == 1
     assert ALONE not in logged

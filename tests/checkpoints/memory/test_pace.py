@@ -92,8 +92,8 @@ def test_one_warning_says_which_rate_an_interval_needs(caplog):
         schedule.choose([Timing(1.0, 0.001, send_s=600.0)], 0)
     (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
     assert line == (
-        "copies in memory are made every 750 steps, not every 10 (memory_every): at memory_mb_s=5 a part takes 600 s to send to "
-        "another node; for every 10 steps, set memory_mb_s to 188 or more"
+        "copies in memory are made every 750 steps, not every 10 (memory_every): at copy_mb_s=5 a part takes 600 s to send to "
+        "another node; for every 10 steps, set copy_mb_s to 188 or more"
     )
     faster = Schedule(10, True, 188.0)
     faster.choose([Timing(1.0, 0.001, send_s=600.0 * 5 / 188)], 0)

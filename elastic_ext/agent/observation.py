@@ -7,7 +7,6 @@ only notes its state there: a rendezvous that does not answer delays neither it 
 from __future__ import annotations
 
 import logging
-import os
 import random
 import signal
 import threading

@@ -177,7 +177,7 @@ ENV_PREFIX = "ELASTIC_EXT_"
 
 # Our variables that are not settings: CONFIG names the file, and the agent sets the others for its workers (a worker may start an
 # agent of its own).
-NOT_SETTINGS = frozenset({"CONFIG", "WORKER", "RESUME_STEP", "MEMORY_DIR", "MEMORY_DOMAIN", "LAUNCH", "COPIER"})
+NOT_SETTINGS = frozenset({"CONFIG", "WORKER", "RESUME_STEP", "MEMORY_DIR", "MEMORY_DOMAIN", "MEMORY_MB_S", "LAUNCH", "COPIER"})
 
 # Keys of `--rdzv-conf` that torch's own c10d rendezvous reads (torch/distributed/elastic/rendezvous, 2.8 to 2.15). They are
 # passed on unchanged; torchrun itself adds `timeout`.

@@ -819,20 +819,20 @@ def test_a_node_counts_unless_it_was_there():
     def count() -> list[bytes]:
         return [kv.key.rpartition(b"/")[2] for kv in client.get_prefix(KEYS.joins("n1")).kvs]
 
-    from_the_start = LateJoins(client, KEYS, "n1", 1, 60)
+    from_the_start = LateJoins(client, KEYS, "n1", 60, 1)
     for round_ in (1, 2, 3):
         from_the_start.entered(round_, AT_ONCE)
     assert count() == []
     from_the_start.entered(5, AT_ONCE)
     assert count() == [b"5"]
-    LateJoins(client, KEYS, "n2", 1, 60).entered(5, AT_ONCE)
+    LateJoins(client, KEYS, "n2", 60, 1).entered(5, AT_ONCE)
     from_the_start.entered(6, AT_ONCE)
     assert count() == [b"5"]
     assert client.get(KEYS.refusal("n1")).kv is None
-    LateJoins(client, KEYS, "n1", 1, 60).entered(7, AT_ONCE)
+    LateJoins(client, KEYS, "n1", 60, 1).entered(7, AT_ONCE)
     assert client.get(KEYS.refusal("n1")).kv is not None
     with pytest.raises(HostRefused, match="joined the running job 3 times within 60 minutes"):
-        LateJoins(client, KEYS, "n1", 1, 60).entered(9, AT_ONCE)
+        LateJoins(client, KEYS, "n1", 60, 1).entered(9, AT_ONCE)
     (lease,) = {kv.lease_id for kv in client.get_prefix(KEYS.join("n1", 5)).kvs}
     assert JOIN_WINDOW_S - 60 < client.lease_left_s(lease) <= JOIN_WINDOW_S
 
@@ -844,7 +844,7 @@ def test_a_name_of_two_machines_is_not_refused():
     for number in range(2):
         node = Record(1, 1, "", f"10.0.0.{number}", 1, machine=f"boot{number}")
         client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
-        LateJoins(client, KEYS, "gpu", 0, 60).entered(7, AT_ONCE)
+        LateJoins(client, KEYS, "gpu", 60, 0).entered(7, AT_ONCE)
         refused.append(client.get(KEYS.refusal("gpu")).kv is not None)
         client.txn([], [Delete(KEYS.refusal("gpu"))])
     assert refused == [True, False]

@@ -39,7 +39,7 @@ from scale.scheduled import BAD_NODE, KILLED, LOOKS, NODE_GONE, RAISES, RESTART,
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from elastic_ext.etcd import EtcdClient
 from elastic_ext.failures.ledger import JobVerdict
-from elastic_ext.rendezvous import job_status
+from elastic_ext.rendezvous import running_job
 from tests.etcd_server import EtcdServer
 
 WORKER = Path(__file__).with_name("workers") / "scheduled_job.py"
@@ -144,7 +144,7 @@ class RealJob:
             print(f"failure {number} of {len(schedule)}: {planned}", file=sys.stderr, flush=True)
         ended_s = self._trains_until(len(schedule) + 1, tail_s)
         with EtcdClient(self._endpoint) as client:
-            verdicts = job_status.read(client, "job").ledger.verdicts
+            verdicts = running_job.read(client, "job").ledger.verdicts
         return Played(schedule, self.rounds, failed_s, ended_s, verdicts)
 
     def _trains_until(self, rounds: int, seconds: float) -> float:

@@ -74,6 +74,42 @@ def imported(path: Path) -> Iterator[str]:
             yield from (name if name in modules() else node.module for name in full)
 
 
+def loaded_with(*names: str) -> set[str]:
+    """What Python loads of this package with these modules, but for what functions import when they are called."""
+    found, left = set[str](), {f"elastic_ext.{name}" for name in names}
+    while left:
+        found |= left
+        parents = {name.rpartition(".")[0] for name in left}
+        inside = {other for name in left for other in imported_at_once(modules()[name])}
+        left = ((parents | inside) & modules().keys()) - found
+    return found
+
+
+def imported_at_once(path: Path) -> Iterator[str]:
+    """As `imported`, without what only type checkers and functions import."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            full = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules() else node.module for name in full)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+# What an agent on one machine has no use for.
+OF_SEVERAL_MACHINES = {
+    *("etcd.client", "etcd.watch", "etcd.lease", "etcd.calls", "embedded.hosting", "embedded.process", "own_etcd"),
+    *(f"rendezvous.{name}" for name in ("handler", "place", "leader", "links", "presence", "fence", "round_part", "running_job")),
+}
+
+
+def test_one_machine_loads_nothing_for_several():
+    found = {name.removeprefix("elastic_ext.") for name in loaded_with("agent.supervisor", "embedded.one_machine")}
+    assert {"agent.round", "rendezvous.contract", "embedded.keyspace"} <= found
+    assert not found & OF_SEVERAL_MACHINES
+    several = {name.removeprefix("elastic_ext.") for name in loaded_with("rendezvous.handler", "embedded.hosting")}
+    assert several >= OF_SEVERAL_MACHINES - {"etcd.client", "etcd.watch", "etcd.lease", "etcd.calls", "embedded.process"}
+
+
 def subpackage(name: str) -> str:
     parts = name.split(".")
     return parts[1] if len(parts) > 2 or ((PACKAGE / parts[-1]).is_dir() and len(parts) == 2) else "."

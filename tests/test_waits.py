@@ -21,7 +21,7 @@ WHY = {
     "embedded/service.py:look_after_leases": "a lease ends when its time is over",
     "embedded/snapshot.py:keep": "nothing tells when a disk has room again",
     "embedded/process.py:_end_strangers": "nothing tells of connections that gRPC has taken, or of their silence",
-    "rendezvous/job_status.py:_await_answer": "nothing tells when somebody begins to listen",
+    "rendezvous/running_job.py:_await_answer": "nothing tells when somebody begins to listen",
     "rendezvous/presence.py:_look": "nothing tells when etcd stops answering this node; a second, after a reset",
     "rendezvous/links.py:_confirm": "a dead node does not answer; only the end of the time tells so",
     "rendezvous/links.py:watch": "a host that cannot be reached tells nothing when it can again",

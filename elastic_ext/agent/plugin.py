@@ -89,7 +89,7 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
         from elastic_ext.own_etcd import launch
         from elastic_ext.rendezvous.contract import JOIN_TIMEOUT_S
         from elastic_ext.rendezvous.handler import EtcdRendezvous
-        from elastic_ext.rendezvous.job_status import NoAnswer
+        from elastic_ext.rendezvous.running_job import NoAnswer
 
         def newest() -> str | None:  # passed here, not by our agent, because `grow_at=checkpoint` holds under any agent
             return newest_checkpoint(settings)
@@ -121,15 +121,16 @@ def c10d_rendezvous(params: RendezvousParameters, settings: Settings) -> Rendezv
         UsageError: the endpoint or a setting cannot be used.
         SystemExit: the store does not answer: the exit code says that it may be tried again.
     """
+    if params.max_nodes == 1:
+        from elastic_ext.embedded.one_machine import OneMachine
+
+        return OneMachine(params, settings)
     from elastic_ext.agent.resume import newest_checkpoint
     from elastic_ext.base.helper_process import HelperFailed
     from elastic_ext.embedded.hosting import EmbeddedStore
-    from elastic_ext.embedded.one_machine import OneMachine
     from elastic_ext.rendezvous.handler import EtcdRendezvous
-    from elastic_ext.rendezvous.job_status import NoAnswer
+    from elastic_ext.rendezvous.running_job import NoAnswer
 
-    if params.max_nodes == 1:
-        return OneMachine(params, settings)
     with _exits_to_try_again(settings, HelperFailed), ExitStack() as undo:
         store = EmbeddedStore(params, settings, os.environ)
         undo.callback(store.close)

@@ -132,7 +132,7 @@ def check_etcd(inputs: Inputs) -> list[Finding]:
     from elastic_ext.etcd import EtcdError
     from elastic_ext.own_etcd import endpoint, launch
     from elastic_ext.own_etcd.job import LOSES_WRITES
-    from elastic_ext.rendezvous.job_status import connect
+    from elastic_ext.rendezvous.running_job import connect
 
     if endpoint.is_job(inputs.endpoint):
         program, detail = launch.outlook(inputs.endpoint, inputs.settings, inputs.environ)

@@ -104,7 +104,7 @@ def job_client(rdzv_endpoint: str, run_id: str) -> Iterator[EtcdClient]:
     # Imported here: commands on files and --url need none of it, and gRPC takes long to import.
     from elastic_ext.embedded.hosting import has_secret, store_visitor
     from elastic_ext.own_etcd import cluster, endpoint, launch
-    from elastic_ext.rendezvous.job_status import connect
+    from elastic_ext.rendezvous.running_job import connect
 
     known = settings.read({}, os.environ)
     with contextlib.ExitStack() as stack:
@@ -158,13 +158,13 @@ def reader(args: argparse.Namespace, agent: AgentUrl | None, again: bool = False
         yield agent.read
         return
     from elastic_ext.embedded.plan import BUILD
-    from elastic_ext.rendezvous import job_status as in_etcd
+    from elastic_ext.rendezvous import running_job
     from elastic_ext.rendezvous.contract import C10D, ETCD
 
     ages = job_status.ReportAges()
 
     def read() -> job_status.Document:
-        status, now = in_etcd.read(client, args.rdzv_id), time.monotonic()
+        status, now = running_job.read(client, args.rdzv_id), time.monotonic()
         ages.read(status, now)
         return job_status.build(job_status.Sources(status, backend, seen_s=lambda id_: ages.age_s(id_, now) if again else None))
 

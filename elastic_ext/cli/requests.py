@@ -17,7 +17,7 @@ from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE, Us
 from elastic_ext.cli import Commands, job_source, print_error, print_line
 from elastic_ext.etcd import EtcdClient, Event, Snapshot, errors, values
 from elastic_ext.failures.ledger import encode_ledger, given_back
-from elastic_ext.rendezvous import drains, header_record, job_records, job_status, tasks, topics
+from elastic_ext.rendezvous import drains, header_record, job_records, running_job, tasks, topics
 from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
 
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
             if args.undo:
                 print_line(undo(client, args.rdzv_id, args.node))
                 return 0
-        except job_status.Unreachable as error:
+        except running_job.Unreachable as error:
             print_error(str(error))
             return EX_UNAVAILABLE
         refused_s = settings.read({}, os.environ).refuse_node
@@ -149,7 +149,7 @@ def drain(
             return DrainOutcome(_ENDINGS[admission.answer], admission.reason)
         notify(f"{asked.host} is to leave {'now' if request.now else 'at the next checkpoint'}: {admission.reason}")
         return _await_drain(job, asked, timeout_s, mine=admission.answer is drains.Answer.ADMITTED)
-    except job_status.NoSuchJob as error:
+    except running_job.NoSuchJob as error:
         return DrainOutcome(Ending.NO_JOB, str(error))
     except tasks.LostRace as error:
         return DrainOutcome(Ending.LATE, str(error))
@@ -168,7 +168,7 @@ def undo(client: EtcdClient, run_id: str, name: str) -> str:
         return _Job(client, run_id).undo(name)
     except errors.Unavailable as error:
         ask = "ask `elastic-ext status` whether the drain is withdrawn"
-        raise job_status.Unreachable(f"the job {run_id}: {error}; {ask}") from error
+        raise running_job.Unreachable(f"the job {run_id}: {error}; {ask}") from error
     except (errors.EtcdError, records.RecordError) as error:
         raise UsageError(f"the job {run_id}: {error}") from error
 
@@ -176,7 +176,7 @@ def undo(client: EtcdClient, run_id: str, name: str) -> str:
 _ENDINGS = {drains.Answer.LEFT: Ending.DRAINED, drains.Answer.TOO_FEW: Ending.TOO_FEW}
 
 
-class _Job(job_status.RunningJob):
+class _Job(running_job.RunningJob):
     """The records of a job, as drains change them. All methods raise EtcdError and RecordError."""
 
     def ask(self, request: drains.DrainRequest, timeout_s: float) -> tuple[drains.Admission, DrainAsked | None]:
@@ -206,7 +206,7 @@ class _Job(job_status.RunningJob):
         while True:
             try:
                 seen = self.read()
-            except job_status.NoSuchJob:  # a refusal outlives the job
+            except running_job.NoSuchJob:  # a refusal outlives the job
                 return self._lift(host)
             after = drains.withdrawn(seen.header, host)
             if after is seen.header:

@@ -20,7 +20,7 @@ from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
 from elastic_ext.base.printable import counted, shown
 from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.failures import case, classify, policy, user_rules
-from elastic_ext.rendezvous import job_status
+from elastic_ext.rendezvous import job_status, running_job
 from elastic_ext.status.job_status import ENDED_STATES, SILENT, Document, NodeStatus, encode
 from elastic_ext.telemetry import families
 
@@ -72,7 +72,7 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
         time.sleep(WATCH_S)
         try:
             document, read_at, fault = read(), time.monotonic(), ""
-        except job_status.NoSuchJob as error:
+        except running_job.NoSuchJob as error:
             document = replace(document, job=replace(document.job, state="ended", reason=str(error)), nodes=(), unknown=())
         except (UsageError, records.RecordError) as error:
             if time.monotonic() - read_at >= LOST_S:
@@ -331,7 +331,7 @@ def run_explain(args: argparse.Namespace) -> int:
 
 def _explain_job(endpoint: str, run_id: str) -> int:
     with job_source.job_client(endpoint, run_id) as client:
-        found = job_status.read(client, run_id)
+        found = running_job.read(client, run_id)
     print("\n".join(job_status.lines(found)), flush=True)
     for fault in found.faults:
         print_error(fault)

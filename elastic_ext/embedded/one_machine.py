@@ -9,7 +9,7 @@ import time
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic import rendezvous
@@ -19,14 +19,17 @@ from elastic_ext.base.printable import printable
 from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded.keyspace import Keyspace
-from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
-from elastic_ext.etcd import CallObserver, messages, values
+from elastic_ext.etcd import messages, values
 from elastic_ext.failures import judgement
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, encode_ledger
 from elastic_ext.rendezvous import address, board, contract, drains, job_status, judging, keys, round_records, topics
 from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.rendezvous.round_store import serve
+
+if TYPE_CHECKING:
+    from elastic_ext.embedded.snapshot import SnapshotFile
+    from elastic_ext.etcd import CallObserver
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +47,10 @@ class JobFile:
 
     def __init__(self, path: str | None, run_id: str, host: str) -> None:
         """Raise UsageError if the path names something other than a file."""
-        if path:
-            check_ledger_path(path)
         self._path = Path(path) if path else None
         self._keys, self._own = keys.JobKeys(run_id), keys.JobKeys(run_id).goodput + host
         self._keyspace, self._lock = Keyspace(), threading.Lock()
-        self._snapshot = SnapshotFile(self._keyspace, run_id, path, lambda line: logger.warning("%s", line)) if path else None
+        self._snapshot = _snapshot(self._keyspace, run_id, path) if path else None
         self._shared = self._over = False
         if self._snapshot is not None:
             self._snapshot.restore(time.monotonic())
@@ -134,6 +135,14 @@ class JobFile:
             if self._over:
                 self._remove()
         self._keyspace.compact(self._keyspace.revision)  # there are no watches
+
+
+def _snapshot(keyspace: Keyspace, run_id: str, path: str) -> SnapshotFile:
+    """Return the keys in a file. Raises UsageError: the path names something other than a file."""
+    from elastic_ext.embedded.snapshot import SnapshotFile, check_ledger_path
+
+    check_ledger_path(path)
+    return SnapshotFile(keyspace, run_id, path, lambda line: logger.warning("%s", line))
 
 
 class OneRound:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousHandler, RendezvousParameters
@@ -18,13 +18,15 @@ from elastic_ext.base.contracts import Exchange
 from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
-from elastic_ext.etcd import CallObserver
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
 from elastic_ext.rendezvous.board import Topic
 from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.drains import Admission
-from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Drain, EndKind
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import CallObserver
+    from elastic_ext.rendezvous.job_status import JobStatus
 
 __all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd", "RoundPart"]
 

@@ -27,6 +27,7 @@ from elastic_ext.rendezvous import (
     leader,
     round_part,
     round_store,
+    running_job,
 )
 from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.configuration import WorkerProgram
@@ -320,7 +321,7 @@ class EtcdRendezvous(contract.Base):
 
     def replace_host(self, host: str, reason: str, because: str) -> drains.Admission:
         request = drains.DrainRequest(host, reason, self.settings.refuse_node)
-        job = job_status.RunningJob(self._place.participant.client, self.get_run_id())
+        job = running_job.RunningJob(self._place.participant.client, self.get_run_id())
         return job.admit(request, REPLACE_TIMEOUT_S, because)[0]
 
     def share_goodput(self, spent: goodput.Spent) -> goodput.Shared:
@@ -351,7 +352,7 @@ class EtcdRendezvous(contract.Base):
 
     def status(self) -> job_status.JobStatus:
         """Return the state of the job in etcd. Raises UsageError."""
-        return job_status.read(self._place.participant.client, self.get_run_id())
+        return running_job.read(self._place.participant.client, self.get_run_id())
 
     # The job ends, or this node's part in it.
 

@@ -449,7 +449,6 @@ class NodeRecords:
         self.written[id_] = kv.mod_revision
         if node.round:
             self._on_member_of_lost_round()
-        return
 
 
 class NodeConfigurations:

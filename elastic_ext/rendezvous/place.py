@@ -23,7 +23,7 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.base.settings import Settings, torch_number
 from elastic_ext.etcd import Batch, EtcdClient, EtcdError, Get, LeaseSession, Put, unchanged, values
 from elastic_ext.failures import ledger
-from elastic_ext.rendezvous import drains, header_record, job_status, judging, leader, round_store, rounds
+from elastic_ext.rendezvous import drains, header_record, judging, leader, round_store, rounds, running_job
 from elastic_ext.rendezvous.address import check_own, checked_address, host_of, is_loopback, network, own_address, own_name
 from elastic_ext.rendezvous.configuration import TO_DO
 from elastic_ext.rendezvous.contract import ETCD, JOIN_TIMEOUT_S, JobDone
@@ -605,7 +605,7 @@ def take_place(
     job, timeout_s = check(params.run_id), torch_number(params.config, "join_timeout", JOIN_TIMEOUT_S)
     patience = Patience(timeout_s, params.min_nodes, params.max_nodes, silent_s(settings, os.environ, on_one_host))
     wait_s = min(torch_number(params.config, "read_timeout", START_S), timeout_s)
-    client = job_status.connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
+    client = running_job.connect(params.endpoint, settings, wait_s, own=params.backend != ETCD)
     address = own_address(params.local_addr, host_of(params.endpoint.split(",")[0]), params.max_nodes, settings.address)
     checked_address(address)
     check_own(params.local_addr, address)

@@ -11,15 +11,17 @@ import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from elastic_ext.base import records
 from elastic_ext.base.printable import printable
 from elastic_ext.base.records import Count, Name, NameOrEmpty, Port, RecordError, Within, is_name
-from elastic_ext.etcd import KeyValue
 from elastic_ext.failures.ledger import Ledger, decode_ledger, decode_verdict
 from elastic_ext.rendezvous import configuration
 from elastic_ext.rendezvous.configuration import Configuration
+
+if TYPE_CHECKING:
+    from elastic_ext.etcd import KeyValue
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from elastic_ext.cli.requests import DrainOutcome, Ending
 from elastic_ext.etcd import EtcdClient, Put
 from elastic_ext.failures.ledger import Ledger, PastFailure, decode_ledger, encode_ledger
 from elastic_ext.rendezvous.drains import DrainRequest
-from elastic_ext.rendezvous.job_status import Unreachable
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, decode, encode
+from elastic_ext.rendezvous.running_job import Unreachable
 from tests.etcd_server import EtcdServer
 from tests.jobs import SCRIPTS, TORCHRUN, Finished, Job
 from tests.ports import free_port

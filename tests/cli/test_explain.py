@@ -72,7 +72,7 @@ def test_the_commands_need_no_torch(tmp_path):
     (tmp_path / "empty.json").write_text("{}")
     plan = ["plan", "--nodes=2", "--mtbf-node-days=264", "--step=6s", "--state=5GB", "--storage=1GB/s"]
     program = (
-        "import sys; sys.modules['torch'] = None; import elastic_ext.cli.requests, elastic_ext.rendezvous.job_status\n"
+        "import sys; sys.modules['torch'] = None; import elastic_ext.cli.requests, elastic_ext.rendezvous.running_job\n"
         f"from elastic_ext.cli.main import main; sys.exit(main(['explain', 'empty.json']) or main({plan}))"
     )
     command = [sys.executable, "-c", program]

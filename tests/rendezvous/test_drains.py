@@ -10,8 +10,8 @@ from elastic_ext.cli.requests import DrainAsked, Ending, drain_outcome
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous import board, drains, topics
 from elastic_ext.rendezvous.drains import Answer, DrainRequest, admit
-from elastic_ext.rendezvous.job_status import JobRecordsNow
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
+from elastic_ext.rendezvous.running_job import JobRecordsNow
 
 NODES = ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc", "rack-3-n3-10-dddddd")
 THERE = dict.fromkeys(NODES, Node(2, 1, "w", "h", 1))

@@ -70,22 +70,25 @@ def test_one_open_port_ends_all_with_75(pair: Pair) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("mtu", "largest", "join_timeout"), [(1500, 900, 60), (9000, 4000, 40), (9000, 4000, 120)])
+@pytest.mark.parametrize(("mtu", "largest", "join_timeout"), [(1500, 900, 60), (9000, 2000, 40), (9000, 2000, 120)])
 def test_lost_large_messages_end_all_with_75(pair: Pair, tmp_path: Path, mtu: int, largest: int, join_timeout: int) -> None:
-    """900 bytes: not even a claim that the workers hang gets through. 4,000: that does, but no report with their stacks.
+    """900 bytes: not even a claim that the workers hang gets through. 2,000: that does, but no report with their stacks.
 
-    join_timeout: less than the time that the store has to take a report, or more.
+    join_timeout: less than the time that the store has to take a report, or more. hang_timeout: ten times that counts before the
+    first step, and this job has none.
     """
     pair.network.believe(mtu)
-    jobs = pair.start("growing_job.py", f"backoff=0,join_timeout={join_timeout},lease_ttl=10", LARGE=str(tmp_path / "large"))
+    jobs = pair.start(
+        "growing_job.py", f"backoff=0,join_timeout={join_timeout},lease_ttl=10,hang_timeout=2", LARGE=str(tmp_path / "large")
+    )
     for job in jobs:
         job.wait_for("trains: 0")
     pair.network.swallow_above(largest)
     (tmp_path / "large").touch()
     ended = [job.finish(LIMIT_S) for job in jobs]
     assert [done.returncode for done in ended] == [75, 75], "\n---\n".join(done.err for done in ended)
-    told = ended if mtu == 9000 else ended[1:]  # one that is not heard cannot tell the other why
-    assert all("the MTU between the" in done.err for done in told), "\n---\n".join(done.err for done in ended)
+    # The store is on the other host: only what this one sends is lost, and the other may not hear why it has left.
+    assert "the MTU between the" in ended[1].err, "\n---\n".join(done.err for done in ended)
 
 
 @pytest.mark.full

@@ -179,7 +179,7 @@ def test_nodes_join_and_leave_and_ranks_stay(store, nodes):
 @pytest.mark.seam
 def test_a_killed_agent_takes_its_workers_along(store, nodes):
     """The other one learns of it by its link: the lease would end long after the test."""
-    conf = "lease_ttl=900,join_timeout=1800,last_call=0.5,stop_grace=2"
+    conf = "lease_ttl=900,join_timeout=1800,last_call_timeout=0.5,stop_grace=2"
     first = nodes.start("a", store.endpoint, "1:2", conf=conf)
     first.wait_for(seen(1, 0))
     second = nodes.start("b", store.endpoint, "1:2", conf=conf)

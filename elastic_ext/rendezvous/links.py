@@ -143,12 +143,14 @@ class Watcher:
     async def _look_at(self, node_id: str, dead: str, lost_at: float) -> None:
         try:
             peer = await presence.in_thread(lambda: self._peers.find(node_id))
-            connected = await _connect(peer) if peer is not None and peer.port else LinkEnd.UNREACHABLE
-            if peer is None or connected is LinkEnd.UNREACHABLE:
+            if peer is None or not peer.port:
                 return
+            connected = await _connect(peer)
             if not isinstance(connected, LinkEnd):
                 connected[1].close()  # it lives, or its reaper does
-            elif await self._confirm(peer, lost_at + DECIDE_S, f"node {dead}, which kept a link to it, is dead"):
+            elif connected is LinkEnd.REFUSED and await self._confirm(
+                peer, lost_at + DECIDE_S, f"node {dead}, which kept a link to it, is dead"
+            ):
                 await self._look_around(node_id, lost_at)
         except EtcdError as error:
             logger.debug("whether node %s has died, too, is unknown: %s", node_id, error)
@@ -213,7 +215,10 @@ async def _open(family: int, address: tuple[Any, ...]) -> tuple[asyncio.StreamRe
 
 
 async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | LinkEnd:
-    """Connect to a node. REFUSED only if each of its addresses refuses."""
+    """Connect to a node. REFUSED only if each of its addresses refuses.
+
+    A reset is no refusal: there is one only after the other host has taken the connection, so who held the port has ended.
+    """
     refused = 0
     try:
         found = await presence.in_thread(lambda: socket.getaddrinfo(peer.address, peer.port, type=socket.SOCK_STREAM))
@@ -224,6 +229,8 @@ async def _connect(peer: Peer) -> tuple[asyncio.StreamReader, asyncio.StreamWrit
             return await _open(family, address)
         except ConnectionRefusedError:
             refused += 1
+        except ConnectionResetError:
+            return LinkEnd.UNANSWERED
         except (OSError, TimeoutError) as error:
             logger.debug("no link to node %s at %s: %s", peer.node_id, address[0], error)
     return LinkEnd.REFUSED if refused == len(found) else LinkEnd.UNREACHABLE

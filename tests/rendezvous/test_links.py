@@ -25,7 +25,7 @@ from elastic_ext.etcd import FROM_NOW, Unavailable, Watch
 from elastic_ext.etcd.watch import Item
 from elastic_ext.rendezvous import handshake, links, presence, rounds
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.links import DEAD, Links, Peers
+from elastic_ext.rendezvous.links import DEAD, LinkEnd, Links, Peer, Peers
 from elastic_ext.rendezvous.presence import Standing, in_thread
 from elastic_ext.rendezvous.round_records import Assignment, Node, RecordReader, encode
 from elastic_ext.rendezvous.round_store import listen_at
@@ -209,6 +209,21 @@ async def ends_without_a_goodbye(connection: socket.socket, agent: Agent, messag
     await in_thread(lambda: messages.until(f"linked to node {agent.name}"))
     writer.close()
     await writer.wait_closed()
+
+
+@pytest.mark.seam
+def test_a_reset_while_connecting_is_no_refusal(monkeypatch):
+    """The other host has taken the connection, so who held the port has ended since: this side may not know yet."""
+    within, listening = presence.within, listen_at("127.0.0.1")
+
+    async def ends_meanwhile(seconds: float, connecting: asyncio.Task[None]) -> None:
+        await asyncio.sleep(0)  # the task begins: on loopback, the kernel connects at once
+        listening.close()
+        await within(seconds, connecting)
+
+    monkeypatch.setattr(presence, "within", ends_meanwhile)
+    peer = Peer("b", "127.0.0.1", listening.getsockname()[1], "key", created=1, lease_id=1)
+    assert asyncio.run(links._connect(peer)) is LinkEnd.UNANSWERED
 
 
 @pytest.mark.seam

@@ -146,10 +146,7 @@ def mark(pid: int, token: str) -> None:
 
     A busy agent may come after the process has started others. So with the bootstrap workers mark themselves first (`mark_of`).
     """
-    try:
-        _set_soft_limit(pid, mark_of(token)[1])
-    except (OSError, ValueError):
-        pass
+    _set_soft_limit(pid, mark_of(token)[1])
 
 
 def mark_of(token: str) -> "tuple[int, int]":
@@ -158,9 +155,12 @@ def mark_of(token: str) -> "tuple[int, int]":
 
 
 def _set_soft_limit(pid: int, limit: "int | None") -> None:
-    """Set the soft limit on file locks; None: to the hard one. Raises OSError, ValueError."""
-    _, hard = resource.prlimit(pid, RLIMIT_LOCKS)
-    resource.prlimit(pid, RLIMIT_LOCKS, (hard if limit is None else limit, hard))
+    """Set the soft limit on file locks, if that may be set; see `mark`. None: to the hard one."""
+    try:
+        _, hard = resource.prlimit(pid, RLIMIT_LOCKS)
+        resource.prlimit(pid, RLIMIT_LOCKS, (hard if limit is None else limit, hard))
+    except (OSError, ValueError):
+        pass
 
 
 def _has_mark(pid: int, mark: bytes) -> bool:

@@ -19,7 +19,7 @@ from tests.programs import needs
 from tests.prometheus_server import MONITORING, PrometheusServer, file_sd
 
 ENDS = "|_total|_sum|_count|_bucket|_info"
-ENDED = "agent:elastic_ext_ended_timestamp_seconds:labelled"
+ENDED = "elastic_ext_ended_timestamp_seconds"
 HUNG = "run:elastic_ext_last_hang_timestamp_seconds:max"
 RECORDED = re.compile(r"\b(?:agent|worker|run|run_state):\w+:\w+")
 

@@ -71,7 +71,7 @@ def test_a_job_that_is_killed(tmp_path, server):
     """For one that hangs see test_events.py, for a node that is replaced test_etcd_failures.py."""
     began = time.time()
     local, remote = str(tmp_path / "local"), str(tmp_path / "remote")
-    with start(tmp_path, server, local_dir=local, checkpoint_dir=remote, lease_ttl=str(LEASE_S), hang="off") as job:
+    with start(tmp_path, server, local_dir=local, checkpoint_dir=remote, lease_ttl=str(LEASE_S)) as job:
         ((target,),) = [each.groups() for each in job.wait_for(URL)]
         first = scrape(target)
         job.wait_for("attempt 1")

@@ -477,7 +477,7 @@ class RoundStart:
             table = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
             companions.observation.goodput.round_begins(table, resumed.step, self._group.group_world_size)
             self._set_worker_environment(resumed, progress)
-            with started_by(companions.warm_starts.start, self._started):
+            with started_by(companions.warm_starts.start, self._started, self._holds_interrupts):
                 pids = start_processes()
             for pid in pids.values():  # includes function entrypoints, which torch starts in its own way
                 self._started(pid)
@@ -488,6 +488,11 @@ class RoundStart:
             running = self._make_round(processes, progress, resumed, own_groups())
             undo.pop_all()
         return running
+
+    @property
+    def _holds_interrupts(self) -> bool:
+        """Whether workers start with SIGINT blocked: the interpreter would show our file if one came at its first instruction."""
+        return launch.has_bootstrap(self._group.spec) and signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
     def _started(self, pid: int) -> None:
         limits.restore_user_limit(pid)
@@ -528,6 +533,8 @@ class RoundStart:
             local_rank: resumed.own_variables(each.global_rank) for local_rank, each in enumerate(self._group.workers)
         }
         message: dict[str, object] = {"agent": companions.token, "mark": reaper.mark_of(companions.token)}
+        if self._holds_interrupts:
+            message["interrupts_held"] = True
         if progress is not None and self._settings.bootstrap:
             message |= {"progress": progress.path, "wake_pipe": companions.wake_pipe.path, "store": self._store_at}
             if self._settings.integrity_every:

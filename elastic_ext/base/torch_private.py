@@ -26,7 +26,7 @@ import threading
 import weakref
 from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from subprocess import Popen
 from types import FrameType
@@ -88,6 +88,7 @@ Start = Callable[[Sequence[str], Mapping[str, str], Any, Any], "Popen[bytes] | N
 """From a command, its environment, and files for stdout and stderr to its process, or to None to let torch start it."""
 
 _start: ContextVar[Start | None] = ContextVar("elastic_ext_start", default=None)
+_hold: ContextVar[bool] = ContextVar("elastic_ext_hold", default=False)
 _started: ContextVar[Callable[[int], None]] = ContextVar("elastic_ext_started", default=lambda pid: None)
 _starting = threading.Lock()
 _starts = 0  # number of agents of this process that are starting workers
@@ -157,6 +158,16 @@ def hangup_ignored() -> Iterator[None]:
             signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Block SIGINT in this thread; what it starts inherits that."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _StandbyHandler(SubprocessHandler):  # type: ignore[misc, unused-ignore]
     """Torch's handler of one command; the process may already exist."""
 
@@ -164,7 +175,8 @@ class _StandbyHandler(SubprocessHandler):  # type: ignore[misc, unused-ignore]
         start = _start.get()
         found = start(args, env, self._stdout, self._stderr) if start is not None else None
         if found is None:
-            found = super()._popen(args, env)
+            with _interrupts_held() if _hold.get() else nullcontext():
+                found = super()._popen(args, env)
             _started.get()(found.pid)
         return found
 
@@ -175,11 +187,11 @@ def starts_commands() -> bool:
 
 
 @contextmanager
-def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[None]:
+def started_by(start: Start | None, started: Callable[[int], None], hold_interrupts: bool) -> Iterator[None]:
     """Inside this context, ask `start` for the process of each command that torch starts in this thread.
 
     start: see `Start`; None lets torch start all commands. started: called with the pid of each process that torch itself starts,
-    at once.
+    at once. hold_interrupts: start commands with SIGINT blocked; they unblock it when they can end by it.
     """
     global _starts
     current = getattr(multiprocessing, "get_subprocess_handler", None)
@@ -191,12 +203,13 @@ def started_by(start: Start | None, started: Callable[[int], None]) -> Iterator[
     with _starting:
         _starts += 1
         multiprocessing.get_subprocess_handler = _StandbyHandler
-    tokens = _start.set(start), _started.set(started)
+    tokens = _start.set(start), _started.set(started), _hold.set(hold_interrupts)
     try:
         yield
     finally:
         _start.reset(tokens[0])
         _started.reset(tokens[1])
+        _hold.reset(tokens[2])
         with _starting:
             _starts -= 1
             if not _starts:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         journal: str  # beginning of the paths of the journals of saves; see bootstrap/saves.py
         saves_below: list[str]  # the directories of checkpoints, as absolute paths or URLs
         agent: str  # token of the agent, by which the reaper finds what the workers started
+        interrupts_held: bool  # it starts with SIGINT blocked, and lets it in once a KeyboardInterrupt shows nothing of ours
         mark: tuple[int, int]  # the same, whatever their environment: the number of a limit, and its soft value; see reaper.mark
 
 
@@ -75,6 +76,12 @@ def take_mark(message: "WorkerMessage", import_stdlib: "Callable[[str], Any]") -
             limits.setrlimit(limit, (soft, limits.getrlimit(limit)[1]))
         except (ImportError, OSError, ValueError):
             pass  # as under gVisor; see reaper.mark
+
+
+def let_interrupts_in(message: "WorkerMessage") -> None:
+    """Unblock SIGINT, which the agent blocked before it started this process. If one waits, it raises KeyboardInterrupt here."""
+    if message.get("interrupts_held") is True:
+        _signal.pthread_sigmask(_signal.SIG_UNBLOCK, (_signal.SIGINT,))
 
 
 def checked(message: object) -> "WorkerMessage":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import SCRIPTS, Job, run
+from tests.jobs import EXT, SCRIPTS, Job, run
 
 pytestmark = pytest.mark.full
 
@@ -59,3 +59,11 @@ def test_a_second_notice_at_once_costs_no_checkpoint(tmp_path: Path) -> None:
     assert done.returncode == 75, done.all
     assert "checkpoint before leaving: saved" in done.err
     assert f"enters {LEAVE}" in done.out
+
+
+def test_a_script_starts_with_sigint_unblocked(tmp_path: Path) -> None:
+    """The agent has blocked it, so that Ctrl-C at the first instruction of our file shows no traceback of that."""
+    seen = "[signal.pthread_sigmask(signal.SIG_BLOCK, ()), json.loads(os.environ['ELASTIC_EXT_WORKER'])['interrupts_held']]"
+    (tmp_path / "job.py").write_text(f"import json, os, signal; print(*{seen}, flush=True)")
+    done = run([*EXT, "--nproc-per-node=1", "job.py"], tmp_path)
+    assert "set() True\n" in done.out, done.all

@@ -282,6 +282,25 @@ def test_ctrl_c_before_the_script_shows_nothing(tmp_path: Path, name: str) -> No
 
 @pytest.mark.seam
 @once
+def test_ctrl_c_waits_for_a_starting_script(tmp_path: Path) -> None:
+    """It comes before the first instruction of our file, whose traceback would name that file."""
+    worker = Worker(tmp_path, interrupts_held=True)
+    (tmp_path / "script.py").write_text("print(1)")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has its background jobs ignore it
+    try:
+        with start(["script.py"], tmp_path, worker.environ) as process:
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert (process.returncode, out) == (-signal.SIGINT, "")
+    assert err == "KeyboardInterrupt\n"
+
+
+@pytest.mark.seam
+@once
 def test_importing_it_does_nothing() -> None:
     code = """if True:
         import sys

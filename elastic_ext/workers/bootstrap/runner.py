@@ -65,6 +65,7 @@ def run_as_main(argv: "list[str]", message: "WorkerMessage") -> None:
     namespace: Namespace = {}
     run: Callable[..., object] | None = None
     try:
+        worker_env.let_interrupts_in(message)
         worker_env.take_mark(message, _import_stdlib)
         _connect_stderr(message)
         worker_env.leave_notices_to_the_agent()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from tests.jobs import AGENT, DEFAULTS
 from tests.slurm.cluster import SlurmCluster, SlurmJob
 from tests.slurm.jobs import Training, loads
 from tests.until import until
@@ -151,6 +153,21 @@ def test_scancel(training: Training) -> None:
     assert ended(job) == ["CANCELLED"]
     assert "exit code 130: not requeued" in job.out
     until(lambda: not training.left_behind(), "nothing left of the jobs' etcd: the keepers end last")
+
+
+@pytest.mark.parametrize("script", ["exec srun {agent}", "srun --output=tasks-%N.log {agent}"], ids=["exec", "output"])
+def test_an_own_scripts_last_line_after_scancel(cluster: SlurmCluster, tmp_path: Path, script: str) -> None:
+    (tmp_path / "train.py").write_text("import signal; print('trains', flush=True); signal.pause()")
+    agent = shlex.join([*AGENT, "--nproc-per-node=1", str(tmp_path / "train.py")])
+    (tmp_path / "own.sh").write_text(f"#!/bin/bash\n{script.format(agent=agent)}\n")
+    job = cluster.submit(tmp_path, "--nodes=1", "--output=own.log", "--open-mode=append", str(tmp_path / "own.sh"), **DEFAULTS)
+
+    def shown() -> str:
+        return "".join(each.read_text() for each in tmp_path.glob("*.log"))
+
+    until(lambda: "trains" in shown(), "the script trains")
+    cluster.call("scancel", job.id)
+    until(lambda: "elastic_ext: stopped by SIGTERM; exit code 130\n" in shown(), "the agent's last line")
 
 
 def test_a_job_without_requeue_says_so(training: Training) -> None:

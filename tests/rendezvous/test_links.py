@@ -217,7 +217,9 @@ def test_a_reset_while_connecting_is_no_refusal(monkeypatch):
     within, listening = presence.within, listen_at("127.0.0.1")
 
     async def ends_meanwhile(seconds: float, connecting: asyncio.Task[None]) -> None:
-        await asyncio.sleep(0)  # the task begins: on loopback, the kernel connects at once
+        begun = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(begun.set_result, None)  # after the task: on loopback, the kernel connects at once
+        await begun
         listening.close()
         await within(seconds, connecting)
 

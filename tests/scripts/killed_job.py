@@ -57,7 +57,7 @@ def fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 def main() -> None:
     kind, directory, notes = sys.argv[1], sys.argv[2], Notes(sys.argv[3])
-    if kind in ("trainer", "lightning"):
+    if kind in ("trainer", "peft", "lightning"):
         import killed_trainers
 
         getattr(killed_trainers, kind)(directory, notes)

@@ -12,12 +12,14 @@ from killed_notes import WORLD, Evidence, Notes, Pace, states_in, steps_in
 import elastic_ext
 
 EVERY, KEPT, ENDLESS = 4, 2, 10_000_000
+ADAPTER = "style"
 
 
 def fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
     with torch.no_grad():
         for value in model.parameters():
-            value.fill_(step)
+            if value.requires_grad:
+                value.fill_(step)
         for state in optimizer.state.values():
             for value in state.values():
                 value.fill_(step)
@@ -40,13 +42,25 @@ class Regression(torch.nn.Module):
         return {"loss": ((self.layer(x) - labels) ** 2).mean()}
 
 
-def trainer(directory: str, notes: Notes) -> None:
+def adapted() -> torch.nn.Module:
+    """With a named adapter, which Trainer saves in a folder of its own below the checkpoint."""
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(Regression(), LoraConfig(target_modules=["layer"], r=2), adapter_name=ADAPTER)
+
+
+def peft(directory: str, notes: Notes) -> None:
+    trainer(directory, notes, adapted(), f"{ADAPTER}/adapter_model.safetensors")
+
+
+def trainer(directory: str, notes: Notes, model: torch.nn.Module | None = None, weights: str = "model.safetensors") -> None:
+    """model: instead of a plain one. weights: the file of a checkpoint that has those that are trained."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     def load(path: str) -> Evidence:
         from safetensors.torch import load_file
 
-        found = steps_in("model", load_file(f"{path}/model.safetensors"))
+        found = steps_in("model", load_file(f"{path}/{weights}"))
         found += states_in("optimizer", torch.load(f"{path}/optimizer.pt", weights_only=True))
         found.append(("trainer_state", json.loads(Path(path, "trainer_state.json").read_text())["global_step"]))
         found.append(("scheduler", torch.load(f"{path}/scheduler.pt", weights_only=True)["last_epoch"]))
@@ -93,7 +107,9 @@ def trainer(directory: str, notes: Notes) -> None:
         ignore_data_skip=True,
     )
     notes.start(resumes, load)
-    Noting(model=Regression(), args=arguments, train_dataset=Rows(), callbacks=[steps]).train(resume_from_checkpoint=resumes)
+    Noting(model=model or Regression(), args=arguments, train_dataset=Rows(), callbacks=[steps]).train(
+        resume_from_checkpoint=resumes
+    )
 
 
 def lightning(directory: str, notes: Notes) -> None:

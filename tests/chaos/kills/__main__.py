@@ -15,7 +15,7 @@ from tests.chaos.kills.campaign import Campaign
 from tests.s3 import S3Server
 
 PLAIN = ["own", "copy", "inplace", "inplace_only", "parts", "named", "dcp", "dcp_inplace", "dcp_async", "dcp_local"]
-LIBRARIES = {"trainer": "transformers", "accelerate": "accelerate", "lightning": "lightning"}
+LIBRARIES = {"trainer": "transformers", "peft": "peft", "accelerate": "accelerate", "lightning": "lightning"}
 REMOTE = ["s3_own", "s3_dcp"]
 HEAD = ("kind", "kills", "cut", "right", "wrong", "older", "asked", "ended", "all right", "all older", "all wrong")
 

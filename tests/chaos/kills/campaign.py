@@ -32,7 +32,7 @@ IN_SAVE = 0.7  # of the kills, the share that waits for a save to begin; the oth
 SAVE_S = 0.02  # about as long as a save takes
 MOST_KEPT = 6  # directories in which something was wrong
 FOREIGN = {"notes.txt": b"lr=3e-4\n", "config.json": b'{"hidden": 64}\n', "plots/loss.png": bytes(2000)}
-PRELOAD = {"trainer": "transformers", "lightning": "lightning.pytorch", "accelerate": "accelerate"}
+PRELOAD = {"trainer": "transformers", "peft": "peft", "lightning": "lightning.pytorch", "accelerate": "accelerate"}
 
 
 @dataclass(frozen=True)

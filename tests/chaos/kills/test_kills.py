@@ -67,9 +67,10 @@ def test_nothing_is_right_at_first() -> None:
 
 
 @pytest.mark.full
-def test_three_kills_of_a_job(tmp_path: Path) -> None:
-    """Of torch.distributed.checkpoint: the first save of plain files may be taken although it was cut, see test_recorded.py."""
-    campaign = Campaign("dcp", tmp_path / "dcp", seed=1, environ={})
+@pytest.mark.parametrize("kind", ["dcp", "peft"])
+def test_three_kills_of_a_job(tmp_path: Path, kind: str) -> None:
+    """Not of plain files: the first save of them may be taken although it was cut, see test_recorded.py."""
+    campaign = Campaign(kind, tmp_path / kind, seed=1, environ={})
     campaign.run(kills=3, limit_s=300)
     counts = campaign.counts()
     assert (counts["kills"], counts["right"]) == (3, 3), campaign.results

@@ -1,11 +1,14 @@
 """What does the record of saves cost a worker? Optimizer steps, and saves of many files, with it and without it.
 
-    python benchmarks/save_record.py [--repeat 5] [--parameters 300] [--steps 200] [--files 1000]
+    python benchmarks/save_record.py [--repeat 5] [--parameters 300] [--steps 200] [--files 1000] [--seconds 10]
 
 One process under the bootstrap, with directories to watch and without, in turns. CPU time of the process, the least of ten
 stretches of steps and of three saves: what disturbs the machine only adds. Each parameter raises one audit event in each step of
 AdamW, and the record's hook gets it: so what one event adds is measured on its own, too (`id`). A start is the time of an empty
 script from exec to its end, by the clock.
+
+Then a real agent with a worker that saves as many files every second, with a `checkpoint_dir` and without: its steps per second,
+how long a save takes, and the agent's CPU time.
 """
 
 from __future__ import annotations
@@ -23,12 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import measure
+from overhead import cpu_s
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from elastic_ext.agent.launch import BOOTSTRAP
 from elastic_ext.workers.progress_layout import ROW_BYTES
 
 WORKER = Path(__file__).parent / "workers" / "saving_loop.py"
+JOB = WORKER.with_name("saving_job.py")
 SIDES = {"without": False, "with": True}
 TIMEOUT_S = 600.0
 STARTS = 20  # of an empty script, in each turn
@@ -59,6 +64,38 @@ def one_turn(watched: bool, sizes: Sequence[int]) -> dict[str, float]:
             subprocess.run([sys.executable, "-u", BOOTSTRAP, str(folder / "empty.py")], env=environ, check=True)
             starts.append(time.monotonic() - began)
         return {**json.loads(ran.stdout), "start_s": min(starts)}
+
+
+def under_an_agent(watched: bool, files: int, seconds: float) -> dict[str, float]:
+    """Run a job that saves every second, once; return its figures, and the agent's CPU seconds for each save."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
+        directory = f"{name}/checkpoints"
+        settings = [f"--rdzv-conf=standby=off,metrics=off{f',checkpoint_dir={directory}' if watched else ''}"]
+        command = [sys.executable, "-m", "elastic_ext.agent", "--nproc-per-node=1", *settings, str(JOB), directory]
+        with (
+            open(f"{name}/log", "w") as log,
+            subprocess.Popen(
+                [*command, str(files), str(seconds)], cwd=name, stdout=subprocess.PIPE, stderr=log, text=True
+            ) as agent,
+        ):
+            assert agent.stdout is not None
+            agent.stdout.readline()
+            before = cpu_s(agent.pid)
+            found = json.loads(agent.stdout.readline())
+            used = cpu_s(agent.pid) - before
+        return {**found, "agent_cpu_s": used / found["saves"]}
+
+
+def agent_result(turns: Mapping[str, Sequence[Mapping[str, float]]]) -> dict[str, float | None]:
+    """Return the figures of the jobs under an agent for the JSON line."""
+    names = {"steps_per_s": 1, "save_s": 4, "agent_cpu_s": 4}
+    return {
+        f"agent_{name.removeprefix('agent_')}_{side}": measure.rounded(
+            measure.median([each[name] for each in turns[side]]), digits
+        )
+        for name, digits in names.items()
+        for side in SIDES
+    }
 
 
 def result_of(seconds: Mapping[str, Mapping[str, Sequence[float]]], sizes: Sequence[int]) -> dict[str, float | None]:
@@ -96,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--parameters", type=int, default=300)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--files", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=10, help="of each job under an agent")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args(argv)
     sizes = args.parameters, args.steps, args.files
@@ -104,7 +142,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for side, watched in SIDES.items():
             for name, value in one_turn(watched, sizes).items():
                 seconds[side][name].append(value)
-    found = result_of(seconds, sizes)
+    jobs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for _ in range(args.repeat):
+        for side, watched in SIDES.items():
+            jobs[side].append(under_an_agent(watched, args.files, args.seconds))
+    found = {**result_of(seconds, sizes), **agent_result(jobs)}
     record = {
         "benchmark": "save_record",
         "parameters": args.parameters,
@@ -113,7 +155,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "machine": measure.machine(),
     }
     rows = [
-        (name, *(measure.shown(found[f"{name}_{side}"], 4) for side in SIDES)) for name in ("steps_per_s", "save_s", "start_ms")
+        (name, *(measure.shown(found[f"{name}_{side}"], 4) for side in SIDES))
+        for name in ("steps_per_s", "save_s", "start_ms", "agent_steps_per_s", "agent_save_s", "agent_cpu_s")
     ]
     measure.publish(args.results, record, measure.table(("", *SIDES), rows), lambda figure: draw(figure, found))
 

@@ -183,7 +183,7 @@ def test_checkpoint_stall(tmp_path):
 
 @pytest.mark.full
 def test_save_record(tmp_path):
-    record = result("save_record.py", tmp_path, "--repeat=1", "--steps=20", "--files=10")
+    record = result("save_record.py", tmp_path, "--repeat=1", "--steps=20", "--files=10", "--seconds=1")
     assert record["us_per_event"] < 20
     assert all(record[f"{name}_{side}"] > 0 for name in ("steps_per_s", "save_s", "start_ms") for side in ("without", "with"))
 

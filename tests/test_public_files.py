@@ -1,0 +1,63 @@
+"""What a public project has beside its code: the workflow, issue forms, and how to cite it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.jobs import ROOT
+
+GITHUB = ROOT / ".github"
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def read(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text())
+
+
+def project(name: str) -> str:
+    found = re.search(rf'(?m)^{name} = "(.*)"$', PROJECT)
+    assert found is not None
+    return found[1]
+
+
+def test_the_workflow_runs_what_ci_runs():
+    steps = read(".github/workflows/ci.yml")["jobs"]["test"]["steps"]
+    (checkout,) = [step for step in steps if step.get("uses", "").startswith("actions/checkout@")]
+    assert checkout["with"]["fetch-depth"] == 0, "the quarter of the long tests follows from the number of commits"
+    assert [step["run"] for step in steps if ".ci/run" in step.get("run", "")] == [".ci/run"]
+    assert (ROOT / ".ci" / "run").is_file()
+
+
+def test_the_workflows_matrix_is_what_the_suite_takes():
+    (run,) = [
+        step["run"] for step in read(".github/workflows/ci.yml")["jobs"]["matrix"]["steps"] if "matrix" in step.get("run", "")
+    ]
+    assert run.startswith("make matrix PAIRS=")
+    pairs = read(".github/workflows/ci.yml")["jobs"]["matrix"]["strategy"]["matrix"]["pair"]
+    assert all(re.fullmatch(r"(newest|2\.\d+):3\.\d+", pair) for pair in pairs)
+
+
+@pytest.mark.parametrize("form", ["bug", "idea"])
+def test_issue_forms_are_whole(form: str):
+    found = read(f".github/ISSUE_TEMPLATE/{form}.yml")
+    assert {"name", "description", "body"} <= found.keys()
+    names = [each["id"] for each in found["body"]]
+    assert len(set(names)) == len(names)
+    assert all(each["type"] == "textarea" and each["attributes"]["label"] for each in found["body"])
+
+
+def test_a_bug_report_brings_its_evidence():
+    asked = {each["id"]: each for each in read(".github/ISSUE_TEMPLATE/bug.yml")["body"]}
+    assert "elastic-ext doctor --json" in asked["doctor"]["attributes"]["label"]
+    assert "verdict_file" in asked["verdict"]["attributes"]["description"]
+    assert all(asked[name]["validations"]["required"] for name in ("doctor", "verdict", "command"))
+
+
+def test_the_citation_is_of_this_version():
+    cited = read("CITATION.cff")
+    assert (cited["version"], cited["license"]) == (project("version"), project("license"))
+    assert (cited["title"], cited["abstract"]) == (project("name"), project("description"))

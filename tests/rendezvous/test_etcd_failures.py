@@ -188,7 +188,7 @@ def test_a_node_that_cannot_continue_does_not_wait(store, nodes, start):
     job = start("a", store, "1:2")
     job.wait_for(seen(1, 0))
     with EtcdClient(store.endpoint) as client:
-        others = Put(KEYS.job, '{"schema": 2, "min_nodes": 7, "max_nodes": 9}')
+        others = Put(KEYS.job, '{"schema": 99, "min_nodes": 1, "max_nodes": 2}')  # of another version of elastic_ext
         client.txn([], [Delete(KEYS.header), others])
     job.wait_for("another job with other settings")
     nodes.open_gate()

@@ -102,9 +102,8 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     # The worker looks up a module on its own sys.path; "${...}" is one of torch's macros.
     if not program.is_module and "${" not in program.program and not os.path.exists(program.program):
         raise errors.UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")
-    if settings.bootstrap:
-        module = ("-m",) if program.is_module else ()
-        spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
+    module = ("-m",) if program.is_module else ()
+    spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
     return spec
 
 
@@ -132,7 +131,7 @@ def has_bootstrap(spec: WorkerSpec) -> bool:
 
 def standby_spec(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
     """Return the spec of the warm standbys, or the reason why there are none. spec: from `prepare`. token: the agent's."""
-    if not settings.standby or not settings.bootstrap:
+    if not settings.standby:
         return "off"
     program = python_program(spec.entrypoint, spec.args)
     if program is None or not has_bootstrap(spec):
@@ -142,7 +141,6 @@ def standby_spec(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpe
         bootstrap=BOOTSTRAP,
         program=tuple(map(str, program.args)),
         workers=spec.local_world_size,
-        preload=settings.preload or (),
         exclude=settings.preload_exclude or (),
         environ=lambda: {**os.environ, **blanked_secrets(os.environ)},
         token=token,
@@ -241,7 +239,7 @@ def start_line(backend: str, run_id: str, metrics: str | None, settings: Setting
         begins = f"resumes from {redacted(resumed.path)}, step {'unknown' if resumed.step is None else resumed.step}"
     else:
         begins = f"starts from nothing: {redacted(resumed.reason)}"
-    served = metrics or ("not served" if settings.metrics else "off")
+    served = metrics or ("not served" if settings.metrics_port is not None else "off")
     return printable(
         f"elastic_ext {elastic_ext.__version__} supervises this run: {backend}, run id {run_id}, metrics {served}, {begins}"
     )

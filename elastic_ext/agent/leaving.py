@@ -89,7 +89,7 @@ def grace_s(
 
 def time_left_s(settings: Settings, shutdown_timeout_s: float) -> float:
     """Ask the platform, and return the result of `grace_s`."""
-    pod_grace_s = host.deletion_grace_s(os.environ, settings.pod_api)
+    pod_grace_s = host.deletion_grace_s(os.environ)
     return grace_s(settings.platform_grace, pod_grace_s, shutdown_timeout_s, os.environ, time.time())
 
 

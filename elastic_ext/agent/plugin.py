@@ -199,7 +199,7 @@ def _create(
 
         exits.install(known.exit_codes)
 
-        if known.metrics:
+        if known.metrics_port is not None:
             tls.of_settings(known)  # it raises UsageError
         handler = rendezvous(known)
         torch_private.install_agent(Supervisor, handler)

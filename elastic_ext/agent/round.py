@@ -474,7 +474,7 @@ class RoundStart:
             progress = self._make_progress_table()
             if progress is not None:
                 undo.callback(progress.remove)
-            table = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
+            table = progress if launch.has_bootstrap(self._group.spec) else None
             companions.observation.goodput.round_begins(table, resumed.step, self._group.group_world_size)
             self._set_worker_environment(resumed, progress)
             with started_by(companions.warm_starts.start, self._started, self._holds_interrupts):
@@ -535,7 +535,7 @@ class RoundStart:
         message: dict[str, object] = {"agent": companions.token, "mark": reaper.mark_of(companions.token)}
         if self._holds_interrupts:
             message["interrupts_held"] = True
-        if progress is not None and self._settings.bootstrap:
+        if progress is not None:
             message |= {"progress": progress.path, "wake_pipe": companions.wake_pipe.path, "store": self._store_at}
             if self._settings.integrity_every:
                 message["integrity_every"] = self._settings.integrity_every
@@ -557,7 +557,7 @@ class RoundStart:
             processes, progress, ranks, dict(self._logs.error_files), dict(self._logs.stacks_files), resumed.step
         )
         hangs = saves = None
-        if settings.bootstrap and progress is not None:
+        if progress is not None:
             saves = leaving.SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
         # Without the bootstrap, workers never report progress, which is not a sign of a hang.
         if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
@@ -569,8 +569,7 @@ class RoundStart:
         others: list[Companion] = [leaving.DrainWatch(self._handler, saves, settings)]
         if settings.integrity_every:
             others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
-        measured = settings.bootstrap and settings.stragglers != "off"
-        if measured and progress is not None and self._group.workers[0].world_size > 1:
+        if settings.stragglers != "off" and progress is not None and self._group.workers[0].world_size > 1:
             # It ends before those that show what it finds.
             others.append(lateness.LatenessWatch(self._place, companions.compared, lateness.SlowNodes(self._handler)))
         if progress is not None and (storage := self._recorded()) is not None:
@@ -583,7 +582,7 @@ class RoundStart:
     def _recorded(self) -> Storage | None:
         """Return the directory whose saves are recorded; None: none is."""
         settings = self._settings
-        if settings.checkpoint_dir is None or not settings.bootstrap or not launch.has_bootstrap(self._group.spec):
+        if settings.checkpoint_dir is None or not launch.has_bootstrap(self._group.spec):
             return None
         return open_storage(settings.checkpoint_dir)
 

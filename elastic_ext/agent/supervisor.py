@@ -61,7 +61,7 @@ class Supervisor(TorchAgent):
             os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
-        self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
+        self._grace_s = min(settings_module.STOP_GRACE_S, self.shutdown_timeout_s)
         self._verdicts = verdicts.Verdicts(self._settings, self._handler)
         self._metrics = _metrics(self._settings, self._handler, spec.local_world_size, lambda: self._round)
         self._companions: companions.JobCompanions  # set while run() is under way

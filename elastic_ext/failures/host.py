@@ -362,27 +362,21 @@ def _read(path: str) -> str | None:
         return None
 
 
-def detect(environ: Mapping[str, str], pod_api: bool = False) -> Platform:
+def detect(environ: Mapping[str, str]) -> Platform:
     """Ask the platform why this process ends. Takes up to 2 s if the platform hangs.
 
-    Slurm comes first: with Slinky, Slurm's nodes are pods, but Slurm ends the job.
-
-    Args:
-        pod_api: ask the API server.
-
-    Returns:
-        A Platform, without a name if the platform is unknown.
+    Slurm comes first: with Slinky, Slurm's nodes are pods, but Slurm ends the job. A Platform without a name: it is unknown.
     """
     if slurm.job_id(environ):
         return slurm.query(environ)
     if kubernetes.HOST in environ:
-        return kubernetes.platform_of(kubernetes.get_pod(environ) if pod_api else None)
+        return kubernetes.platform_of(kubernetes.get_pod(environ))
     return Platform()
 
 
-def deletion_grace_s(environ: Mapping[str, str], pod_api: bool = False) -> float | None:
-    """Return the seconds until Kubernetes kills our pod while deleting it; None if unknown. Arguments as for `detect`."""
-    return kubernetes.deletion_grace_s(kubernetes.get_pod(environ) if pod_api else None, time.time())
+def deletion_grace_s(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds until Kubernetes kills our pod while deleting it; None if unknown. Takes up to 1 s."""
+    return kubernetes.deletion_grace_s(kubernetes.get_pod(environ), time.time()) if kubernetes.HOST in environ else None
 
 
 ANSWER_S = 0.4  # less than `judgement.SETTLE_S`; a platform or driver that answers later counts as unknown
@@ -457,7 +451,7 @@ class HostProbe:
             thread.start()
 
     def _ask_platform(self) -> None:
-        self._platform = detect(os.environ, self._settings.pod_api)
+        self._platform = detect(os.environ)
 
     def _ask_room(self) -> None:
         with suppress(OSError):

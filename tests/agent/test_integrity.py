@@ -29,7 +29,7 @@ from tests.rendezvous.test_etcd_jobs import wait_for_nodes
 
 SCRIPT = SCRIPTS / "replicated_job.py"
 EVERY, STEPS = 20, 120
-CONF = f"last_call_timeout=0.5,stop_grace=2,hang_timeout=off,integrity_every={EVERY}"
+CONF = f"last_call_timeout=0.5,hang_timeout=off,integrity_every={EVERY}"
 
 
 @pytest.fixture(scope="module")

@@ -220,7 +220,7 @@ def test_asked_again_after_its_time_an_agent_ends():
 
 @pytest.mark.full
 def test_a_node_does_not_wait_for_late_saves(tmp_path):
-    options = ["--rdzv-conf=stop_grace=0.5,platform_grace=5", "--shutdown-timeout=1"]
+    options = ["--rdzv-conf=platform_grace=5", "--shutdown-timeout=1"]
     variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
     variables["SAVE_WHEN"] = str(tmp_path / "never")
     with Job([*AGENT, "--nproc-per-node=1", *options, JOB, tmp_path], tmp_path, **variables) as job:

@@ -178,7 +178,7 @@ def test_manifests(fuzz: Fuzz) -> None:
 # Settings, rules, evidence.
 
 CONF = {
-    **{"backoff": "1", "preload": "numpy a.b", "lease_ttl": "10", "metrics_port": "0"},
+    **{"backoff": "1", "preload_exclude": "numpy a.b", "lease_ttl": "10", "metrics_port": "0"},
     **{"checkpoint_pattern": "model_{step}.pt", "exit_codes": "design", "verify": "full", "standby": "on", "node_name": "n1"},
 }
 

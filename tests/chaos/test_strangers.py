@@ -152,7 +152,7 @@ class Attacked:
         return "\n---\n".join(job.err for job in self.jobs)
 
     def start(self, conf: str = "") -> None:
-        conf = f"lease_ttl=30,last_call_timeout=0.5,stop_grace=2,metrics=off{conf}"
+        conf = f"lease_ttl=30,last_call_timeout=0.5,metrics_port=off{conf}"
         for host in self.hosts:
             launcher = [*host.inside, "prlimit", f"--nofile={FILES}:{FILES}", *TORCHRUN]
             how = {"script": "worker.py", "conf": conf, "launcher": launcher, "GLOO_SOCKET_IFNAME": "net0"}

@@ -1,4 +1,4 @@
-"""`pod_api` in real jobs: a server as the API server is, with recorded pods, the account where a pod has it, and its moods."""
+"""Agents that ask for their own pod: a server as the API server is, recorded pods, the account where a pod has it, and moods."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def run_pod(tmp_path: Path, api: ApiServer, script: str, ca: str = "ca.crt") -> 
     options = ["--max-restarts=0", "--no-python", "sh", "-c", script]
     environ = {
         **{"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(api.port), "POD_NAME": "train-0-x7k2p"},
-        **{"ELASTIC_EXT_POD_API": "on", "ELASTIC_EXT_VERDICT_FILE": str(verdict)},
+        **{"ELASTIC_EXT_VERDICT_FILE": str(verdict)},
     }
     with Job([*map(str, command), *options], tmp_path, **environ) as job:
         done = job.finish()

@@ -135,7 +135,7 @@ class Poster:
         if self._job is not None:
             self._post({**self._job, "job": {**self._job["job"], "state": "ended"}})
         else:
-            say("posted nothing: the agent's /job.json never showed a step (is metrics=off, or metrics_port given elsewhere?)")
+            say("posted nothing: the agent's /job.json never showed a step (is metrics_port=off, or given elsewhere?)")
 
     def _is_due(self, job: Job) -> bool:
         if self._posted != (job["job"]["state"], job["job"]["round"]) and not self._failures:

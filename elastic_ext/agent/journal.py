@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
-from elastic_ext.agent import companion, exits, launch, resume, verdicts
+from elastic_ext.agent import beginning, companion, exits, launch, verdicts
 from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base import errors, printable, threads
 from elastic_ext.base.settings import Settings
@@ -109,7 +109,7 @@ class Journal(companion.Companion):
             self._began = now
         return now
 
-    def joined(self, group: WorkerGroup, resumed: resume.ResumePoint) -> None:
+    def joined(self, group: WorkerGroup, resumed: beginning.RoundBeginning) -> None:
         """Report a new round and of what it resumes from, also in the log."""
         resumed.log()
         if resumed.checkpoint.lost:

@@ -27,11 +27,9 @@ import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import elastic_ext
-from elastic_ext.base import errors, files, isolated
+from elastic_ext.base import contracts, errors, files, isolated
 from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
-from elastic_ext.checkpoints.agreement import nodes
-from elastic_ext.checkpoints.choice import listing
 from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.rendezvous.configuration import WorkerProgram
@@ -84,13 +82,8 @@ def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[A
 def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     """Return the spec that the agent runs: with our restart budget and the bootstrap.
 
-    Raises UsageError: the script or the command does not exist, or checkpoint_dir cannot be a directory.
+    Raises UsageError: the script or the command does not exist.
     """
-    if settings.checkpoint_dir:
-        try:
-            listing.newest_complete(settings.checkpoint_dir, listing.Wanted(pattern=settings.checkpoint_pattern))
-        except OSError as error:  # the storage does not answer yet; it must by the first round
-            logger.warning("checkpoint_dir %s cannot be listed now: %s", settings.checkpoint_dir, error)
     spec = copy.copy(spec)
     if settings.max_restarts is not None:
         spec.max_restarts = UNLIMITED if settings.max_restarts == NO_LIMIT else settings.max_restarts
@@ -231,7 +224,7 @@ def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
 
 
-def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: nodes.Resumption) -> str:
+def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: contracts.Resumption) -> str:
     """Return the first log line of the agent. metrics: address of the metrics; None if they are not served."""
     if settings.checkpoint_dir is None:
         begins = "starts from nothing: no checkpoint_dir is set"

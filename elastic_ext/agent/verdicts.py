@@ -35,11 +35,12 @@ from elastic_ext.failures import joint_evidence, policy, user_rules
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import HostEvidence, HostProbe
-from elastic_ext.failures.joint_evidence import Ended
+from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Ended, Reach, unanswered
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.failures.rules import STOP_REQUESTED, says_why_all_leave
 from elastic_ext.hangs.detector import Stuck
+from elastic_ext.rendezvous.address import own_addresses
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import host_of
 from elastic_ext.workers.logs import StderrTails
@@ -470,3 +471,12 @@ def for_others(verdict: JobVerdict, preset: str) -> JobVerdict:
     if verdict.decision.response is not None or verdict.decision.exit_code not in (again, ill):
         return verdict
     return replace(verdict, decision=replace(verdict.decision, exit_code=again, response=diagnosis.Response.REQUEUE))
+
+
+def reach_by(diagnosis_: Diagnosis) -> Reach:
+    """Return which peers no longer acknowledged what a worker sent, by NCCL's words, if another worker's failure ended it."""
+    if diagnosis_.response is not diagnosis.Response.FOLLOW:
+        return NOTHING_KNOWN
+    raised = diagnosis_.evidence.exception
+    texts = (raised.message if raised is not None else "", diagnosis_.evidence.stderr_tail)
+    return Reach(own_addresses(), unanswered(texts, diagnosis_.evidence.rank))

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from elastic_ext.agent.companion import LocalWorkers
-from elastic_ext.agent.round import REPORT_S, ReplicaWatch, hashed_by
+from elastic_ext.agent.integrity import REPORT_S, ReplicaWatch, hashed_by
 from elastic_ext.base import records
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.storage import open_storage

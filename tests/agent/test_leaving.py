@@ -18,8 +18,9 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.agent import leaving
-from elastic_ext.agent.leaving import DrainWatch, Published, is_new
+from elastic_ext.agent import drains, leaving
+from elastic_ext.agent.drains import DrainWatch, Published, is_new
+from elastic_ext.agent.published import published
 from elastic_ext.base import threads, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import kubernetes
@@ -279,14 +280,13 @@ class Node:
         self.holds = Published("/c/0", 0, lies_there=frozenset({("/c/0", None)}))
         self.went: list[int | None] = []
         self._look = threading.Event()
-        monkeypatch.setattr(leaving, "POLL_S", 0.001)
-        monkeypatch.setattr(leaving, "published", lambda settings: self.holds)
+        monkeypatch.setattr(drains, "POLL_S", 0.001)
         job = SimpleNamespace(
             drain=Drain("n1-1-aaaaaa", "n1", 1, reason="its fan"),
             on_event=self._look.set,
             part=SimpleNamespace(save_wanted=0, post=lambda topic, ready: self.went.append(ready.step)),
         )
-        self._watch = DrainWatch(cast("Any", job), None, Settings(checkpoint_dir="/c", local_dir="/local"))
+        self._watch = DrainWatch(cast("Any", job), None, lambda: self.holds, local=True)
 
     def check(self, saves: int, saved_step: int | None) -> bool:
         """The worker has told of so many saves, the last one of this step. Return whether the node can leave."""
@@ -340,7 +340,7 @@ class Files:
         self._written = 0
 
     def look(self) -> Published:
-        return leaving.published(self.settings)
+        return published(self.settings)
 
     def write(self, name: str) -> None:
         torch.save({"weight": torch.zeros(1)}, self.folder / f".{name}")

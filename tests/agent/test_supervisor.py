@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 import elastic_ext
 from elastic_ext.agent.launch import start_line
 from elastic_ext.base import settings
-from elastic_ext.checkpoints.agreement.nodes import Resumption
+from elastic_ext.base.contracts import Resumption
 from tests.failures.test_sources import memory_group
 from tests.jobs import AGENT, EXT, SCRIPTS, Gate, Job, run, stop_grace
 

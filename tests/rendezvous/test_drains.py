@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from elastic_ext.agent.leaving import DrainFacts, DrainPlan, SaveResult, Step, plan_drain
+from elastic_ext.agent.drains import DrainFacts, DrainPlan, Step, plan_drain
+from elastic_ext.agent.leaving import SaveResult
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainAsked, Ending, drain_outcome
 from elastic_ext.etcd.values import KeyValue

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import hangs, launch
+from elastic_ext.agent import flight_recorder, launch
 from elastic_ext.base.settings import Settings
 from elastic_ext.workers import limits, processes
 from elastic_ext.workers.standby import client, import_checks, rules
@@ -153,7 +153,7 @@ def test_a_standby_is_bound_as_numactl_does(tmp_path, numactl):
 
 OF_A_JOB = frozenset({
     *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHINDUCTOR_CACHE_DIR", "ELASTIC_EXT_WORKER"),
-    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", hangs.PIPE_FILE, *hangs.DUMP_FILES),
+    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", flight_recorder.PIPE_FILE, *flight_recorder.DUMP_FILES),
 })  # fmt: skip
 """Variables whose values no two jobs have in common."""
 
@@ -167,7 +167,7 @@ def comparable(state: "dict") -> "dict":
 
 
 def test_what_nccl_builds_add_belongs_to_the_job(tmp_path):
-    added = [hangs.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
+    added = [flight_recorder.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
     assert len(added[0].variables) == 3
     assert added[0].variables.keys() <= import_checks.PER_WORKER
     on, off = (comparable({"env": {"A": "b", **each.variables}, "shown": each.variables}) for each in added)

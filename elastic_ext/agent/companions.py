@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
@@ -28,8 +29,10 @@ from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelasti
 from elastic_ext.workers.helper_processes import Reaper
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
 from elastic_ext.workers.progress import WakePipe
-from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
+
+if TYPE_CHECKING:
+    from elastic_ext.workers.standby.pool import StandbyPool
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +103,8 @@ def warm_starts(
         logger.info("no warm standbys: %s", wanted)
         return WarmStarts(None, ColdReason.OFF, logs, metrics)
     elif torch_private.starts_commands():  # else `torch_names.check` has said that they are off
+        from elastic_ext.workers.standby.pool import StandbyPool
+
         try:
             pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
         except (OSError, RuntimeError) as error:  # out of descriptors or threads

@@ -32,7 +32,7 @@ class AgentFacts:
     @property
     def compares_ranks(self) -> bool:
         alone = self.one_machine and self.workers == 1
-        return self.settings.bootstrap and self.settings.stragglers != "off" and not alone
+        return self.settings.stragglers != "off" and not alone
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ FEATURES = (
     FeatureRow("drains with checkpoint_dir", "published:ToSaves", lambda known: not known.one_machine and known.saves),
     FeatureRow("integrity", "integrity:Integrity", lambda known: known.settings.integrity_every > 0),
     FeatureRow("stragglers", "lateness:Stragglers", lambda known: known.compares_ranks),
-    FeatureRow("record of saves", "save_watch:RecordOfSaves", lambda known: known.saves and known.settings.bootstrap),
+    FeatureRow("record of saves", "save_watch:RecordOfSaves", lambda known: known.saves),
     FeatureRow("hangs", "hangs:Hangs", lambda known: known.settings.hang and not known.nccl),
     FeatureRow("hangs with NCCL", "flight_recorder:HangsWithRecords", lambda known: known.settings.hang and known.nccl),
 )

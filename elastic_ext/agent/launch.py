@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -33,7 +33,9 @@ from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
 from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.rendezvous.configuration import WorkerProgram
-from elastic_ext.workers.standby.modules import StandbySpec
+
+if TYPE_CHECKING:
+    from elastic_ext.workers.standby.modules import StandbySpec
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +131,8 @@ def standby_spec(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpe
     program = python_program(spec.entrypoint, spec.args)
     if program is None or not has_bootstrap(spec):
         return "not a Python program"
+    from elastic_ext.workers.standby.modules import StandbySpec
+
     return StandbySpec(
         python=(str(spec.entrypoint), *program.options),
         bootstrap=BOOTSTRAP,

@@ -23,7 +23,7 @@ from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.base import round_store, threads, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
-from elastic_ext.failures import host, slurm
+from elastic_ext.failures import host
 from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.progress import Progress, ProgressTable, WakePipe
@@ -74,7 +74,7 @@ def grace_s(
         environ: holds the end time of a Slurm job. Slurm may kill the job earlier, so this only shortens the time.
         now: Unix time. This host's clock is compared with Slurm's end time for the job.
     """
-    end = slurm.read_environment(environ).end_time
+    end = host.slurm_end(environ)
     known = [seconds for seconds in (platform_grace_s, pod_grace_s) if seconds is not None] or [shutdown_timeout_s]
     if end is not None and end > now:
         known.append(end - now)
@@ -89,7 +89,7 @@ def time_left_s(settings: Settings, shutdown_timeout_s: float) -> float:
 
 def signals(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
     """Return the signals by which the platform ends this agent. Torch handles SIGTERM only once it has started workers."""
-    return (signal.SIGTERM, *slurm.notices(environ))
+    return (signal.SIGTERM, *host.slurm_notices(environ))
 
 
 class SaveResult(Enum):

@@ -26,7 +26,7 @@ from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, Roun
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.events.event_table import MEMBERSHIP
-from elastic_ext.failures import ledger, policy, user_rules
+from elastic_ext.failures import ledger, policy
 from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
 from elastic_ext.telemetry import families
@@ -54,7 +54,7 @@ class Supervisor(TorchAgent):
         self._settings: settings_module.Settings = self._handler.settings
         self._logs = logs.WorkerLogs(logs_specs)
         with usage_errors_exit():
-            self._rules = user_rules.load(self._settings.rules)
+            self._rules = verdicts.rules_of_users(self._settings.rules)
             # All before the run, because an error during it closes the job for all nodes.
             found = features.load(features.facts_of(self._handler, spec))
             self._on = companions.TurnedOn(found, launch.extras_fit(spec.local_world_size, limits.files_left()))

@@ -1,7 +1,9 @@
-"""Which features of the agent are on, and that each is what its row says."""
+"""Which features of the agent are on, that each is what its row says, and what a bare job loads."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +13,15 @@ from elastic_ext.agent.feature import Feature
 from elastic_ext.agent.features import FEATURES, AgentFacts
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
+from tests.jobs import SCRIPTS, run
 
 BARE = ["stragglers", "hangs"]  # of two workers on one machine, with no setting
 
 
 def on(**settings: Any) -> list[str]:
-    facts = {name: settings.pop(name) for name in ("one_machine", "workers", "nccl") if name in settings}
-    return [
-        row.name for row in FEATURES if row.on(AgentFacts(Settings(**settings), **{"one_machine": True, "workers": 2, **facts}))
-    ]
+    facts: dict[str, Any] = {"one_machine": True, "workers": 2}
+    facts |= {name: settings.pop(name) for name in ("one_machine", "workers", "nccl") if name in settings}
+    return [row.name for row in FEATURES if row.on(AgentFacts(Settings(**settings), **facts))]
 
 
 def test_a_bare_job_needs_two():
@@ -74,3 +76,19 @@ def test_a_job_on_one_machine_is_known():
     from elastic_ext.embedded import one_machine
 
     assert one_machine.OneMachine.__module__ == features.ONE_MACHINE
+
+
+@pytest.mark.seam
+def test_a_bare_job_loads_no_feature_more(tmp_path: Path) -> None:
+    """Through a failure, a restart and its end: nothing is imported late, either."""
+    loaded = tmp_path / "loaded"
+    (tmp_path / "job.py").write_text("import os, sys; sys.exit(1 - int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    command = [sys.executable, str(SCRIPTS / "modules_of_agent.py"), "--nproc-per-node=1", "--max-restarts=1", "job.py"]
+    done = run(command, tmp_path, LOADED=str(loaded))
+    assert done.returncode == 0, done.all
+    found = set(loaded.read_text().split())
+    assert {f"elastic_ext.agent.{row.where.partition(':')[0]}" for row in FEATURES} & found == {"elastic_ext.agent.hangs"}
+    assert not {name for name in found if name.startswith("elastic_ext.checkpoints")}
+    assert not found & {
+        f"elastic_ext.{name}" for name in ("events.output", "failures.slurm", "failures.user_rules", "hangs.lateness")
+    }

@@ -496,8 +496,8 @@ def test_the_environment_of_slurm(tmp_path):
     assert detect({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}) == Platform("slurm")
     assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x"}) == slurm.SlurmJob("7")
     assert slurm.read_environment({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == slurm.SlurmJob("7", None, 2)
-    assert slurm.notices({}) == ()
-    assert slurm.notices({"SLURM_JOB_ID": "7"}) == (signal.SIGUSR1, signal.SIGUSR2)
+    assert host.slurm_notices({}) == ()
+    assert host.slurm_notices({"SLURM_JOB_ID": "7"}) == (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.mark.seam

@@ -458,7 +458,7 @@ class RoundStart:
     def _make_round(
         self, processes: WorkerProcesses, progress: ProgressTable | None, resumed: RoundBeginning, own_groups: bool
     ) -> RunningRound:
-        settings, companions = self._settings, self._companions
+        companions = self._companions
         ranks = {local_rank: worker.global_rank for local_rank, worker in enumerate(self._group.workers)}
         workers = LocalWorkers(
             processes, progress, ranks, dict(self._logs.error_files), dict(self._logs.stacks_files), resumed.step

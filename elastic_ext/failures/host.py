@@ -460,7 +460,7 @@ class HostProbe:
             interface: by which the other nodes reach this host.
             logs_dir: where the workers' logs are; "": nowhere.
         """
-        import_platform(os.environ, settings.pod_api)
+        import_platform(os.environ)
         self.links = LinkHistory(os.environ, interface)
         self._settings = settings
         self._driver = driver

@@ -32,7 +32,7 @@ def one_loss(nodes: int, spares: int = 1) -> Pass:
     joined = {id_: number for number, id_ in enumerate(records)}
     members = {f"n{number}#1": number for number in range(nodes)}
     header = Header(1, State.RUNNING, nodes, 8 * nodes, "10.0.0.0", 29500, "", "seal1", job="job")
-    view = View(header, records, joined, members, last_arrival=0.0)
+    view = View(header, records, joined, members, frozenset(), last_arrival=0.0)
     began, decisions = time.process_time(), []
 
     def decide(seen: View, now: float) -> rounds.Action:

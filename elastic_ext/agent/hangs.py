@@ -59,7 +59,7 @@ class HangHandling(StallWatch):
                 logger.info("asking for a checkpoint because the workers may hang: %s", assessment.reason)
                 self._handler.part.request_save()
         if assessment.stalled or stalled_before:
-            claim = topics.Stalled(len(workers.ranks)) if assessment.stalled else None
+            claim = topics.Stalled() if assessment.stalled else None
             self._handler.part.post(topics.STALLED, claim)
         if (assessment.stalled, assessment.waiting) != (stalled_before, self._waiting):
             # While a rank of another node does its own part, the others wait for it. That is not news for users.

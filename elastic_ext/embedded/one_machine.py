@@ -153,7 +153,7 @@ class OneRound:
         self.save_wanted = 0
         # Not kept alive by its part: torch's next job gets the stock agent once this one's rendezvous is gone (`install_agent`).
         self._job = cast("OneMachine", weakref.proxy(job))
-        self._posts, self._rules = round_records.Posts(), board.Rules(topics.TOPICS)
+        self._posts, self._rules = round_records.Posts(), board.Rules(topics.RULED)
         self._over: contract.RoundEnd | None = None
         self._warned = False
 
@@ -177,6 +177,8 @@ class OneRound:
     def post(self, topic: board.Topic[V], value: V | None) -> None:
         """There is one node, which leads, too: the same rules hold."""
         self._posts = board.posted(self._posts, self.round, topic, value)
+        if topic.rule is None:
+            return
         for ruling in self._rules.rulings({ME: self._posts}, self.round, board.RoundMembers((ME,)), time.monotonic()):
             if ruling.end is not None and self._over is None:
                 self._over = contract.RoundEnd(ruling.end, ruling.reason)

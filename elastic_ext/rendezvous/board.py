@@ -11,9 +11,10 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from elastic_ext.base import records
 from elastic_ext.base.records import RecordError
@@ -74,10 +75,16 @@ class Topic(Generic[V]):
         return None if found is None else self._read(found)
 
     def _read(self, value: str) -> V | None:
-        try:
-            return records.read(self.kind, value, f"a post on {self.name}", SCHEMA)
-        except RecordError:
-            return None
+        kind: Any = self.kind
+        return cast("V | None", _read(kind, value))
+
+
+@functools.lru_cache(maxsize=256)  # who looks at a few nodes, looks often at the same posts
+def _read(kind: type, value: str) -> object:
+    try:
+        return records.read(kind, value, "a post", SCHEMA)
+    except RecordError:
+        return None
 
 
 def posted(posts: Posts, round_: int, topic: Topic[V], value: V | None) -> Posts:
@@ -105,8 +112,8 @@ class Rules:
     """What the leader rules. It reads each value once, and asks a rule again only if values, members, or the time make it due."""
 
     def __init__(self, topics: Sequence[Topic[Any]]) -> None:
-        """topics: those that end the round first stand first."""
-        self._topics = [topic for topic in topics if topic.rule is not None]
+        """topics: with a rule each; those that end the round first stand first."""
+        self._topics = topics
         # Each node's posts, the round that they were read for, and their values by topic.
         self._read: dict[str, tuple[Posts, int, dict[str, object]]] = {}
         self._asked = {topic.name: _Asked() for topic in self._topics}
@@ -128,7 +135,7 @@ class Rules:
         values = {id_: read[topic.name] for id_, (_, _, read) in self._read.items() if topic.name in read}
         asked = self._asked[topic.name]
         if not asked.holds(values, members, now):
-            assert topic.rule is not None, "only topics with a rule are kept"
+            assert topic.rule is not None, "a topic without a rule"
             self._asked[topic.name] = asked = _Asked(values, members, topic.rule(values, members, now) if values else None)
         return asked.ruling
 

@@ -18,7 +18,7 @@ counts them as lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -51,6 +51,7 @@ class View:
     nodes: Mapping[str, Node]  # all living nodes, by id
     joined: Mapping[str, int]  # order of joining (any increasing number), by id
     members: Mapping[str, int]  # rank in header.round, by id; includes lost nodes
+    done: frozenset[str]  # members whose workers have finished the round (`done`)
     last_arrival: float  # when the last new node came, in seconds of the leader's monotonic clock
     may_grow: bool = True  # waiting nodes may join now; False: only after a checkpoint
     # When the last node whose workers have finished reported that, on the same clock; None if no node has.
@@ -178,11 +179,15 @@ def addressed(view: View) -> dict[str, Reach]:
     return {id_: Reach((node.address,)) for id_, node in nodes.items() if node.done < view.header.round}
 
 
+def done(round_: int, members: Collection[str], nodes: Mapping[str, Node]) -> frozenset[str]:
+    """Return the ids of the members whose workers have finished the round without a failure. The leader counts once a look."""
+    return frozenset(id_ for id_ in members if id_ in nodes and nodes[id_].done >= round_)
+
+
 def members(view: View) -> board.RoundMembers:
     """Return the nodes of the running round, for the rules of the board."""
     there = [id_ for id_ in sorted(view.members, key=view.members.__getitem__) if id_ in view.nodes]
-    done = frozenset(id_ for id_ in there if view.nodes[id_].done >= view.header.round)
-    return board.RoundMembers(tuple(there), done, view.finished_at)
+    return board.RoundMembers(tuple(there), view.done, view.finished_at)
 
 
 T = TypeVar("T")
@@ -250,10 +255,9 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
         return End(State.BROKEN, f"the assignments of {counted(view.header.nodes - len(view.members), 'node')} are lost")
     if (ruling := board.ending(view.rulings)) is not None:
         return Wait(ruling.reason, ruling.until) if ruling.end is None else End(State.BROKEN, ruling.reason, ruling.end)
-    done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
-    if len(done) == len(view.members):
+    if len(view.done) == len(view.members):
         return End(State.DONE, "all workers have finished")
-    if done:
+    if view.done:
         return Wait("running")
     if (drained := _drains(view, limits, view.members)) is not None:
         return drained

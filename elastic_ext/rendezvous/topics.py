@@ -41,9 +41,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Stalled:
-    """All workers of a node stall. workers: how many these are."""
-
-    workers: Count
+    """All workers of a node stall."""
 
 
 def equal(values: Mapping[str, Replicas], members: RoundMembers, now: float) -> Ruling | None:
@@ -77,4 +75,4 @@ HASHED = Topic("hashed", Replicas, equal)
 STALLED = Topic("stalled", Stalled, stall, must_be_heard=True)
 SAVED = Topic("saved", SaveDone)
 READY = Topic("ready to leave", ReadyToLeave)
-TOPICS = (HASHED, STALLED, SAVED, READY)
+RULED = (HASHED, STALLED)  # those with a rule; those that end the round first stand first

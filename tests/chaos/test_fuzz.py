@@ -94,7 +94,7 @@ RECORDS = {
 
 def use_header(data: bytes) -> None:
     header = decode(Header, data, "round")
-    view = View(header, {"n1": NODE}, {"n1": 1}, {"n1": 0}, 0.0)
+    view = View(header, {"n1": NODE}, {"n1": 1}, {"n1": 0}, frozenset(), 0.0)
     rounds.next_action(view, LIMITS, 1.0)
     shown(job_status.JobStatus("job", header, {"n1": NODE}, {"n1": PART}, LEDGER, {}))
     encode(header)
@@ -102,7 +102,14 @@ def use_header(data: bytes) -> None:
 
 def use_node(data: bytes) -> None:
     node = decode(Node, data, "nodes/n1")
-    view = View(HEADER, {"n1": node, "n2": NODE}, {"n1": 1, "n2": 2}, {"n1": 0, "n2": 1}, 0.0)
+    view = View(
+        HEADER,
+        {"n1": node, "n2": NODE},
+        {"n1": 1, "n2": 2},
+        {"n1": 0, "n2": 1},
+        rounds.done(3, ("n1", "n2"), {"n1": node, "n2": NODE}),
+        0.0,
+    )
     rounds.next_action(view, LIMITS, 1.0)
     shown(job_status.JobStatus("job", HEADER, {"n1": node}, {"n1": PART}, LEDGER, {}))
 

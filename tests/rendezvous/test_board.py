@@ -12,7 +12,7 @@ from elastic_ext.rendezvous.round_records import EndKind, Node, Post
 
 ABC = RoundMembers(("a", "b", "c"))
 C_DONE = dataclasses.replace(ABC, done=frozenset("c"), finished_at=80.0)
-STALLS = topics.Stalled(2)
+STALLS = topics.Stalled()
 
 
 def posts(topic, value, round_=3):
@@ -40,7 +40,7 @@ def test_an_unreadable_value_is_no_post(value):
     read = round_records.decode(Node, round_records.encode(record), "nodes/x")
     assert read == record
     assert topics.SAVED.of(read.board, 3) is None
-    assert Rules(topics.TOPICS).rulings({"a": Posts(3, (Post("stalled", value),))}, 3, RoundMembers(("a",)), 0.0) == ()
+    assert Rules(topics.RULED).rulings({"a": Posts(3, (Post("hashed", value),))}, 3, RoundMembers(("a",)), 0.0) == ()
 
 
 def ranks(*values, of=0):
@@ -103,8 +103,9 @@ def test_a_rule_is_asked_again_when_due():
 
 
 def test_each_topic_has_a_name_of_its_own():
-    names = [topic.name for topic in topics.TOPICS]
-    assert len(set(names)) == len(names)
+    known = [topic for topic in vars(topics).values() if isinstance(topic, board.Topic)]
+    assert len({topic.name for topic in known}) == len(known)
+    assert tuple(topic for topic in known if topic.rule is not None) == topics.RULED
     values = {topics.SAVED: topics.SaveDone(1, 5), topics.READY: topics.ReadyToLeave(1), topics.HASHED: ranks("a", "b")}
     for topic, value in values.items():
         assert topic.of(posts(topic, value), 3) == value

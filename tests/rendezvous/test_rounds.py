@@ -17,7 +17,8 @@ def node(after=0, workers=2, **more):
 
 def view(header, nodes, members=(), last_arrival=0.0, **more):
     joined = {id_: at for at, id_ in enumerate(nodes)}
-    return View(header, nodes, joined, {id_: rank for rank, id_ in enumerate(members)}, last_arrival, **more)
+    done = rounds.done(header.round, members, nodes)
+    return View(header, nodes, joined, {id_: rank for rank, id_ in enumerate(members)}, done, last_arrival, **more)
 
 
 LIMITS = Limits(2, 4, last_call_s=5)

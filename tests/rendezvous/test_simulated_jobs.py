@@ -162,7 +162,7 @@ def test_what_was_said_last_stays_said():
     few = Few("a")
     node = few.nodes["a"]
     node.client.before("/nodes/a", no_answer)
-    node.part.post(topics.STALLED, topics.Stalled(1))
+    node.part.post(topics.STALLED, topics.Stalled())
     few.world.run(0.1)
     node.part.post(topics.STALLED, None)
     few.world.run(1.0)
@@ -174,11 +174,11 @@ def test_what_is_said_again_is_not_written():
     """Agents repeat their claims at each check."""
     few = Few("a")
     node = few.nodes["a"]
-    node.part.post(topics.STALLED, topics.Stalled(1))
+    node.part.post(topics.STALLED, topics.Stalled())
     few.until_says("a", lambda said: topics.STALLED.of(said.board, 1) is not None)
     before = few.client.get(KEYS.node("a")).kv
     for _ in range(5):
-        node.part.post(topics.STALLED, topics.Stalled(1))
+        node.part.post(topics.STALLED, topics.Stalled())
     node.part.post(topics.SAVED, SAVED)
     few.until_says("a", has_saved)
     assert few.client.get(KEYS.node("a")).kv.version == before.version + 1

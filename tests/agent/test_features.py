@@ -33,7 +33,6 @@ def test_a_bare_job_needs_two():
     ("given", "more"),
     [
         ({"checkpoint_dir": "/c"}, {"resume", "record of saves"}),
-        ({"checkpoint_dir": "/c", "bootstrap": False}, {"resume"}),
         ({"checkpoint_dir": "/c", "local_dir": "/l"}, {"resume", "record of saves", "copies to checkpoint_dir"}),
         ({"one_machine": False}, {"drains"}),
         ({"one_machine": False, "checkpoint_dir": "/c"}, {"resume", "record of saves", "drains with checkpoint_dir"}),
@@ -50,7 +49,6 @@ def test_what_turns_a_feature_on(given, more):
     [
         ({"workers": 1}, "stragglers"),
         ({"stragglers": "off"}, "stragglers"),
-        ({"bootstrap": False}, "stragglers"),
         ({"hang_timeout": 0.0}, "hangs"),
         ({"nccl": True}, "hangs"),
     ],

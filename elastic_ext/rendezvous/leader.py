@@ -219,10 +219,10 @@ class Leader:
         return None
 
     def _conclude(self, view: rounds.View, action: rounds.Conclude) -> None:
-        hosts = frozenset(id_ for id_, node in view.nodes.items() if node.hosts_store)
+        hosts = frozenset(id_ for id_, node in view.nodes.items() if node.host.has_store)
         reports = RoundReports(
             view.header.round,
-            {id_: view.nodes[id_].report for id_ in action.nodes},
+            {id_: view.nodes[id_].report.failure for id_ in action.nodes},
             {id_: self._records.written[id_] for id_ in action.nodes},
             rounds.lost(view),
             len(set(view.nodes) - drains.released(view.header)),

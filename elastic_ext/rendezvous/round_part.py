@@ -24,7 +24,7 @@ from elastic_ext.rendezvous.board import Topic
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
 from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.place import Place
-from elastic_ext.rendezvous.round_records import Assignment, Header, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, RoundReport, State
 from elastic_ext.rendezvous.tasks import RETRY_S
 
 logger = logging.getLogger(__name__)
@@ -147,9 +147,10 @@ class EtcdRound:
 
         Args:
             text: what failed in this round, a record of `failures.ledger`.
-            follows: see Node.
+            follows: see RoundReport.
         """
-        self._participant.update(lambda node: dataclasses.replace(node, reported=self.round, report=text, follows=follows))
+        report = RoundReport(self.round, text, follows)
+        self._participant.update(lambda node: dataclasses.replace(node, report=report))
 
     def done(self) -> None:
         """Record that the workers of this node have finished the round without a failure."""

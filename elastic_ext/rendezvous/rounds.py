@@ -152,8 +152,8 @@ def waiting(view: View) -> list[str]:
 
 def reports(view: View) -> tuple[str, ...]:
     """Return the ids of the members of this round that report a failure in it."""
-    number = view.header.round
-    return tuple(id_ for id_, node in view.nodes.items() if id_ in view.members and node.reported == number and node.report)
+    of = {id_: node.report for id_, node in view.nodes.items() if id_ in view.members}
+    return tuple(id_ for id_, report in of.items() if report.round == view.header.round and report.failure)
 
 
 def lost(view: View) -> dict[str, str]:
@@ -303,7 +303,7 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     failed = reports(view)
     if failed and not view.header.verdict:
         silent = [id_ for id_ in view.members if id_ in view.nodes and not _has_reported(view.nodes[id_], view.header.round)]
-        if silent and all(view.nodes[id_].follows for id_ in failed):
+        if silent and all(view.nodes[id_].report.follows for id_ in failed):
             # Wait beyond the settle time: the next round needs these nodes anyway. A node may use up its workers' whole grace
             # before it reports the cause. If a node's host has died, the node is lost when its lease ends.
             return Wait(f"all failures reported so far follow from another one; no report yet from {_named(silent)}")
@@ -343,7 +343,7 @@ def _with_too_few(view: View, present: Sequence[str], limits: Limits, now: float
 
 
 def _has_reported(node: Node, round_: int) -> bool:
-    return node.reported >= round_ or node.after >= round_
+    return node.report.round >= round_ or node.after >= round_
 
 
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
@@ -354,7 +354,7 @@ def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     """
     rank = view.members
     chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
-    by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_]))
+    by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].host.topology, view.joined[id_]))
     if _can_move(view, by_rank):
         place = by_rank.index(view.moves)
         other = place + 1 if place + 1 < len(by_rank) else place - 1

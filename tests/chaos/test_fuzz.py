@@ -33,7 +33,7 @@ from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.rendezvous import job_status, rounds
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, NodeHost, RoundReport, State, decode, encode
 from elastic_ext.rendezvous.rounds import Limits, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
@@ -75,7 +75,7 @@ def fuzz(request: pytest.FixtureRequest) -> Fuzz:
 
 # Records of etcd.
 
-NODE = Node(after=0, workers=2, role="default", address="10.0.0.1", port=4711, topology="rack1", report="", reported=1)
+NODE = Node(after=0, workers=2, role="default", address="10.0.0.1", port=4711, host=NodeHost("rack1"), report=RoundReport(1))
 HEADER = Header(round=3, state=State.RUNNING, nodes=2, world=4, address="10.0.0.1", port=4711, reason="because", seal="ab")
 PART = Assignment(round=3, rank=1, base_rank=2, base_role_rank=2, role_world=4, seal="ab")
 EVIDENCE = Evidence(rank=3, exit_code=1, exception=RaisedException("builtins.KeyError", "'x'", ("train.py:7 step",)), step=12)

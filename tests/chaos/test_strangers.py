@@ -67,7 +67,7 @@ with EtcdClient(endpoint, tls=tls, timeout_s=60) as client, client.watch_with_sn
         assert watch.get(60) is not None
 header = decode(Header, kv.value, "the header")
 nodes = {kv.key.decode().rpartition("/")[2]: decode(Node, kv.value, "a node") for kv in kvs}
-links = [[node.address, node.link_port, node_id] for node_id, node in nodes.items()]
+links = [[node.address, node.link.port, node_id] for node_id, node in nodes.items()]
 print(json.dumps({"state": [header.round, header.state.name], "links": links}))
 """
 

@@ -232,7 +232,7 @@ class Invariants:
         """A round begins after another one."""
         if old.state is not State.BROKEN or new.round != old.round + 1:
             self.wrong.append(f"a round out of turn: {new} came after {old}")
-        if not old.verdict and any(node.reported == old.round and node.report for node in self._nodes.values()):
+        if not old.verdict and any(node.report.round == old.round and node.report.failure for node in self._nodes.values()):
             self.wrong.append(f"a failure that nobody has judged: {new} came after {old}")
         if back := [id_ for id_ in drains.released(old) if id_ in self._parts and self._parts[id_].of(new)]:
             self.wrong.append(f"{back} were released: {new} came after {old}")
@@ -381,7 +381,7 @@ class Job:
         ids = [each.name for each in self.agents] or ["n0"]
         key = self.random.choice([*map(KEYS.node, ids), *map(KEYS.assignment, ids), KEYS.job, KEYS.header, KEYS.ledger])
         self.note(f"{key} is overwritten")
-        self._operator.txn([], [Put(key, self.random.choice(["", "{}", '{"schema": 2}']))])
+        self._operator.txn([], [Put(key, self.random.choice(["", "{}", '{"schema": 3}']))])
 
     def set_up_store(self) -> None:
         self.note("the store is set up again")

@@ -27,7 +27,7 @@ from elastic_ext.rendezvous import handshake, links, presence, rounds
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.links import DEAD, LinkEnd, Links, Peer, Peers
 from elastic_ext.rendezvous.presence import Standing, in_thread
-from elastic_ext.rendezvous.round_records import Assignment, Node, RecordReader, encode
+from elastic_ext.rendezvous.round_records import Assignment, LinkPort, Node, RecordReader, encode
 from elastic_ext.rendezvous.round_store import listen_at
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
@@ -153,7 +153,7 @@ class Agent:
         self.reached_at(self.links.port)
 
     def reached_at(self, port: int) -> None:
-        node = Node(0, 1, "", "127.0.0.1", 1, link_port=port, link_key=self.links.key)
+        node = Node(0, 1, "", "127.0.0.1", 1, link=LinkPort(port, self.links.key))
         self.client.put(KEYS.node(self.name), encode(node), lease_id=self.lease)
 
     def in_job(self) -> bool:

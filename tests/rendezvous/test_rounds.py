@@ -7,7 +7,18 @@ import pytest
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.rendezvous import board, rounds, topics
-from elastic_ext.rendezvous.round_records import Assignment, Drain, EndKind, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import (
+    Assignment,
+    Drain,
+    EndKind,
+    Header,
+    Node,
+    NodeHost,
+    RoundReport,
+    State,
+    decode,
+    encode,
+)
 from elastic_ext.rendezvous.rounds import Amend, Conclude, End, Limits, Release, Seal, View, Wait, lost, next_action
 
 
@@ -25,8 +36,8 @@ LIMITS = Limits(2, 4, last_call_s=5)
 RUNNING = Header(3, State.RUNNING)
 BROKEN = Header(3, State.BROKEN)
 JUDGED = Header(3, State.BROKEN, verdict="restart")
-FAILED = node(reported=3, report="it failed")
-FOLLOWS = dataclasses.replace(FAILED, follows=True)
+FAILED = node(report=RoundReport(3, "it failed"))
+FOLLOWS = node(report=RoundReport(3, "it failed", follows=True))
 NO_CAUSE = "all failures reported so far follow from another one; no report yet from node b"
 ONE_FAILED = "workers of node a failed"
 BOTH_FAILED = "workers of 2 nodes (including a) failed"
@@ -90,7 +101,7 @@ def test_lost_are_members_gone_released_or_cut_off():
         (view(BROKEN, {"a": FAILED}, "ab", reported_at=7), 7, Conclude(("a",), "workers of node a failed")),  # b is lost
         (view(JUDGED, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, A_STOPS),
         (view(JUDGED, {"a": node(3), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
-        (view(BROKEN, {"a": node(3, reported=2, report="old"), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
+        (view(BROKEN, {"a": node(3, report=RoundReport(2, "old")), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
         (view(Header(3, State.CLOSED, reason="x"), {"a": node(), "b": node()}, "ab"), 99, Wait("the job is over: x")),
         # After an outage.
         (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
@@ -282,7 +293,7 @@ def test_which_header_comes_back(found, known, brought_back):
 
 
 def test_topology_orders_strangers():
-    seen = view(Header(), {id_: node(topology=rack) for id_, rack in zip("abcd", ("r2", "r1", "r2", "r1"), strict=True)})
+    seen = view(Header(), {id_: node(host=NodeHost(rack)) for id_, rack in zip("abcd", ("r2", "r1", "r2", "r1"), strict=True)})
     assert next_action(seen, LIMITS, 0).order == ("b", "d", "a", "c")
 
 
@@ -308,12 +319,12 @@ def test_records(record):
 
 def test_a_header_without_an_end_field_is_valid():
     """As version 0.1 wrote them."""
-    assert decode(Header, b'{"schema":2,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
+    assert decode(Header, b'{"schema":3,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
 
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"{", b"[]", b"null", b"{}", b'{"schema":3}', b'{"schema":2}', b'{"schema":2,"round":1,"state":"odd"}', b"\xff"],
+    [b"", b"{", b"[]", b"null", b"{}", b'{"schema":2}', b'{"schema":3}', b'{"schema":3,"round":1,"state":"odd"}', b"\xff"],
 )
 def test_an_invalid_record_is_refused_in_one_line(value):
     with pytest.raises(RecordError, match="the/key") as error:

@@ -37,7 +37,7 @@ from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
 from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
-from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, NodeHost, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, Limits
 from elastic_ext.rendezvous.tasks import HostRefused
@@ -49,7 +49,7 @@ TTL_S = 10
 JOBS = int(os.environ.get("ELASTIC_EXT_TEST_JOBS", 200))
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", 0))
 PARTS = 4
-GARBLED = ["", "{}", '{"schema": 2}', '{"schema": 3}']
+GARBLED = ["", "{}", '{"schema": 3}', '{"schema": 4}']
 
 
 def no_answer() -> None:
@@ -842,7 +842,7 @@ def test_a_name_of_two_machines_is_not_refused():
     client, refused = Client(World()), []
     lease_id = client.lease_grant(600).lease_id
     for number in range(2):
-        node = Record(1, 1, "", f"10.0.0.{number}", 1, machine=f"boot{number}")
+        node = Record(1, 1, "", f"10.0.0.{number}", 1, host=NodeHost(machine=f"boot{number}"))
         client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
         LateJoins(client, KEYS, "gpu", 60, 0).entered(7, AT_ONCE)
         refused.append(client.get(KEYS.refusal("gpu")).kv is not None)

@@ -14,7 +14,7 @@ from enum import Enum
 
 from elastic_ext.agent.companion import Companion, LocalWorkers
 from elastic_ext.agent.feature import Feature, RoundParts
-from elastic_ext.agent.leaving import SaveResult, SavesOnDemand
+from elastic_ext.agent.leaving import SaveResult, SavesOnDemand, ask_for_save, save_wanted
 from elastic_ext.base import printable
 from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -191,7 +191,7 @@ class DrainWatch(Companion):
     def _begin(self, drain: Drain, workers: LocalWorkers) -> _UnderWay:
         self._end()
         directory = Directory(self._read, lambda: self._job.on_event()) if self._read is not None else None
-        return _UnderWay(drain, directory, sum(row.saves for row in workers.read_progress()), self._job.part.save_wanted)
+        return _UnderWay(drain, directory, sum(row.saves for row in workers.read_progress()), save_wanted(self._job.part))
 
     def _carry_out(self, this: _UnderWay, workers: LocalWorkers) -> None:
         decided = plan_drain(self._facts(this, workers))
@@ -200,7 +200,7 @@ class DrainWatch(Companion):
         this.last = decided
         if decided.step is Step.ASK:
             this.asked = True
-            self._job.part.request_save()
+            ask_for_save(self._job.part)
         elif decided.step is Step.GO:
             step = this.step(workers)
             self._job.part.post(topics.READY, topics.ReadyToLeave(this.drain.number, topics.NO_STEP if step is None else step))
@@ -211,7 +211,7 @@ class DrainWatch(Companion):
         reported = sum(row.saves for row in rows) > this.reported
         saved = [row.saved_step for row in rows if row.saved_step is not None]
         result = None
-        if self._saves is not None and this.asked and self._job.part.save_wanted > this.before:
+        if self._saves is not None and this.asked and save_wanted(self._job.part) > this.before:
             result = self._saves.update(workers)
         return DrainFacts(
             asks=self._saves is not None and bool(rows) and all(row.asks_for_saves for row in rows),

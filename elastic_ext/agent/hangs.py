@@ -9,6 +9,7 @@ from typing import Protocol
 
 from elastic_ext.agent.companion import LocalWorkers, StallWatch
 from elastic_ext.agent.feature import Feature, RoundParts
+from elastic_ext.agent.leaving import ask_for_save
 from elastic_ext.agent.positions import STACKS_KEPT, shown_stack
 from elastic_ext.base.diagnosis import Collective
 from elastic_ext.failures.joint_evidence import Reach, Silent
@@ -57,7 +58,7 @@ class HangHandling(StallWatch):
             progress = workers.read_progress()
             if progress and all(each.asks_for_saves for each in progress):
                 logger.info("asking for a checkpoint because the workers may hang: %s", assessment.reason)
-                self._handler.part.request_save()
+                ask_for_save(self._handler.part)
         if assessment.stalled or stalled_before:
             claim = topics.Stalled() if assessment.stalled else None
             self._handler.part.post(topics.STALLED, claim)

@@ -25,7 +25,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures import host
 from elastic_ext.rendezvous import topics
-from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.rendezvous.contract import Rendezvous, RoundPart
 from elastic_ext.workers.progress import Progress, ProgressTable, WakePipe
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,17 @@ def signals(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
     return (signal.SIGTERM, *host.slurm_notices(environ))
 
 
+def save_wanted(part: RoundPart) -> int:
+    """Return the number of the last save on demand in this round; 0: there was none."""
+    found = part.agreed(topics.SAVE)
+    return found.number if found is not None else 0
+
+
+def ask_for_save(part: RoundPart) -> None:
+    """Ask all nodes of this round for a save; return at once."""
+    part.post(topics.SAVE, topics.next_save(part.agreed(topics.SAVE)))
+
+
 class SaveResult(Enum):
     SAVED = "saved"
     FAILED = "failed"
@@ -117,7 +128,7 @@ class SavesOnDemand(Companion):
 
     def update(self, workers: LocalWorkers) -> SaveResult | None:
         """Show the workers the job's last request, and report it once it is saved. Returns at once, with None while unknown."""
-        wanted = self._job.part.save_wanted
+        wanted = save_wanted(self._job.part)
         if not wanted:
             return None
         self._show(wanted, workers)
@@ -148,14 +159,14 @@ class SavesOnDemand(Companion):
             return None
         logger.warning("%s: asking the job for a checkpoint: %s", signal_name, asked.reason)
         begin = time.monotonic()
-        before = self._job.part.save_wanted
-        self._job.part.request_save()
+        before = save_wanted(self._job.part)
+        ask_for_save(self._job.part)
         torch_private.reraise_signals(wakeup.clear())
         outcome = None
         while outcome is None and (left_s := begin + asked.wait_s - time.monotonic()) > 0:
             if processes.failed or not processes.running or self._job.part.over() is not None:
                 outcome = "the round has ended"
-            elif self._job.part.save_wanted > before and (result := self.update(workers)) is not None:
+            elif save_wanted(self._job.part) > before and (result := self.update(workers)) is not None:
                 outcome = result.value
             if outcome is None:
                 processes.wait(left_s, wakeup, wake_pipe)

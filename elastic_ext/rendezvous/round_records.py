@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 SCHEMA = 3  # of the records below
 MAX_WORKERS = 2**16  # per node
-MAX_SAVES = 10**6  # on demand, per round
 MAX_ROUNDS = 10**9  # that a node may claim to have been in: the next number must still be valid
 
 
@@ -63,6 +62,14 @@ class Posts:
     """What a node has posted for all in one round; see `board`."""
 
     round: Count = 0
+    posts: tuple[Post, ...] = ()
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What holds for all nodes in one round, by topic; see `board`."""
+
+    made: Count = 0  # number of changes in this round: of two headers the newer one has more
     posts: tuple[Post, ...] = ()
 
 
@@ -149,11 +156,8 @@ class Header:
     # round and before it writes this header; they must not count for the round that is formed instead.
     seal: str = ""
     verdict: str = ""  # what all nodes do about the failures that ended this round (a record of `failures.ledger`); "": none yet
-    save: Annotated[int, Within(0, MAX_SAVES)] = 0  # number of the last save on demand requested in this round; 0 if none was
     local: bool = False  # all nodes may resume from their own disks, and offer the node of rank 0 what they have there
-    # What all nodes resume from (see `checkpoints.agreement.messages`), written by the node of rank 0; "" until it has chosen. A
-    # new round begins with "", so that no choice outlives its round.
-    resume: str = ""
+    agreed: Agreed = Agreed()  # a new round begins with nothing
     # Name of the job from its first round to its end, unique among jobs of the same run id; "" before the first round.
     job: str = ""
     end: EndKind | None = None  # how the round ended; None: as `state` says. Older versions do not write it

@@ -112,7 +112,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Amend:
-    """Write this header: what it says of drained nodes has changed."""
+    """Write this header: what it says of drained nodes has changed, or what holds for all nodes of the round."""
 
     header: Header
     reason: str
@@ -187,7 +187,7 @@ def done(round_: int, members: Collection[str], nodes: Mapping[str, Node]) -> fr
 def members(view: View) -> board.RoundMembers:
     """Return the nodes of the running round, for the rules of the board."""
     there = [id_ for id_ in sorted(view.members, key=view.members.__getitem__) if id_ in view.nodes]
-    return board.RoundMembers(tuple(there), view.done, view.finished_at)
+    return board.RoundMembers(tuple(there), view.done, view.finished_at, view.header.agreed)
 
 
 T = TypeVar("T")
@@ -195,10 +195,10 @@ _OVER = 3
 _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
 
 
-def _age(header: Header) -> tuple[int, int, bool, int, int]:
+def _age(header: Header) -> tuple[int, int, int, int]:
     """Return a key that grows with each new header of a job."""
     judged = header.state is State.BROKEN and bool(header.verdict)
-    return header.round, _STAGES[header.state] + judged, bool(header.resume), header.save, header.drains_made
+    return header.round, _STAGES[header.state] + judged, header.agreed.made, header.drains_made
 
 
 def precedes(found: Header, known: Header) -> bool:
@@ -249,6 +249,8 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
         return End(State.BROKEN, f"{_named(left)} left the round to wait for the next one")
     if failed := reports(view):
         return End(State.BROKEN, f"workers of {_named(failed)} failed", EndKind.FAILED)
+    if (amended := _agreed(view)) is not None:
+        return amended
     if awaits is not None:
         return awaits
     if incomplete(view):
@@ -269,6 +271,15 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if view.may_grow:
         return End(State.BROKEN, f"growing by {_named(joining)}")
     return Wait(f"{_named(joining)} will join at the next checkpoint", now + GROW_POLL_S)
+
+
+def _agreed(view: View) -> Amend | None:
+    """Return the header by which all nodes get what rules have found for them; None: they have it, or the round ends first."""
+    ending, new = board.ending(view.rulings), [each for each in view.rulings if each.agreed is not None]
+    agreed = board.agree(view.header.agreed, *(each.agreed for each in new if each.agreed is not None))
+    if agreed is view.header.agreed or (ending is not None and ending.end is not None):
+        return None
+    return Amend(replace(view.header, agreed=agreed), "; ".join(each.reason for each in new))
 
 
 def _drains(view: View, limits: Limits, running: Mapping[str, int]) -> Action | None:

@@ -24,6 +24,7 @@ from elastic_ext.agent.published import published
 from elastic_ext.base import threads, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import kubernetes
+from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.round_records import Drain
 from elastic_ext.workers.progress import Progress
 from tests.interrupted import signal_at_line
@@ -185,7 +186,7 @@ def test_an_interrupted_request_can_be_closed():
     files = {leaving.__file__, threads.__file__}
 
     def interrupted(line: int) -> bool:
-        job = SimpleNamespace(part=SimpleNamespace(save_wanted=1))
+        job = SimpleNamespace(part=SimpleNamespace(agreed=lambda topic: topics.SaveOrder(1)))
         on_demand = leaving.SavesOnDemand(job, progress, 1, ("localhost", store.port))
         with suppress(KeyboardInterrupt), signal_at_line(line, files, signal.SIGINT) as told:
             on_demand.update(workers)
@@ -284,7 +285,7 @@ class Node:
         job = SimpleNamespace(
             drain=Drain("n1-1-aaaaaa", "n1", 1, reason="its fan"),
             on_event=self._look.set,
-            part=SimpleNamespace(save_wanted=0, post=lambda topic, ready: self.went.append(ready.step)),
+            part=SimpleNamespace(agreed=lambda topic: None, post=lambda topic, ready: self.went.append(ready.step)),
         )
         self._watch = DrainWatch(cast("Any", job), None, lambda: self.holds, local=True)
 

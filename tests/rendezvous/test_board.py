@@ -8,7 +8,7 @@ from elastic_ext.base.records import encode
 from elastic_ext.failures.joint_evidence import Hashed, difference
 from elastic_ext.rendezvous import board, round_records, topics
 from elastic_ext.rendezvous.board import Posts, RoundMembers, Rules, Ruling, posted
-from elastic_ext.rendezvous.round_records import EndKind, Node, Post
+from elastic_ext.rendezvous.round_records import Agreed, EndKind, Node, Post
 
 ABC = RoundMembers(("a", "b", "c"))
 C_DONE = dataclasses.replace(ABC, done=frozenset("c"), finished_at=80.0)
@@ -73,6 +73,27 @@ def test_a_round_of_unequal_replicas_ends(there, end):
 def test_a_round_stalls_when_all_unfinished_claim_it(stalled, members, found):
     """A claim may be from the time before others finished, for whom they all waited: it may yet be withdrawn."""
     assert topics.stall(dict.fromkeys(stalled, STALLS), members, 100.0) == found
+
+
+@pytest.mark.parametrize(
+    ("wanted", "known", "ordered"), [([1], None, 1), ([1, 1], None, 1), ([1, 2], 1, 2), ([1], 1, None), ([1, 2], 3, None)]
+)
+def test_the_newest_save_is_ordered_once(wanted, known, ordered):
+    """An operator's command writes the order without the rule."""
+    values = {str(number): topics.SaveOrder(each) for number, each in enumerate(wanted)}
+    agreed = board.agree(Agreed(), topics.SAVE.for_all(topics.SaveOrder(known))) if known is not None else Agreed()
+    found = topics.last_save(values, dataclasses.replace(ABC, agreed=agreed), 0.0)
+    assert (topics.SAVE.agreed(board.agree(agreed, found.agreed)) if found else None) == (ordered and topics.SaveOrder(ordered))
+    assert found is None or not (found.warns or found.decides)
+
+
+def test_what_is_agreed_changes_by_topic():
+    one = board.agree(Agreed(), topics.SAVE.for_all(topics.SaveOrder(1)), topics.RESUME.for_all(topics.ResumeChoice("x")))
+    two = board.agree(one, topics.SAVE.for_all(topics.SaveOrder(2)))
+    assert (one.made, two.made, len(two.posts)) == (1, 2, 2)
+    assert (topics.SAVE.agreed(two), topics.RESUME.agreed(two)) == (topics.SaveOrder(2), topics.ResumeChoice("x"))
+    assert board.agree(two, topics.SAVE.for_all(topics.SaveOrder(2))) is two
+    assert topics.SAVE.agreed(Agreed(1, (Post("save", "{"),))) is None
 
 
 def counting(rule):

@@ -8,6 +8,7 @@ from elastic_ext.base.records import RecordError
 from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.rendezvous import board, rounds, topics
 from elastic_ext.rendezvous.round_records import (
+    Agreed,
     Assignment,
     Drain,
     EndKind,
@@ -167,6 +168,25 @@ def test_the_boards_first_ruling_counts(rulings, action):
     assert next_action(view(RUNNING, nodes, "ab", rulings=rulings), LIMITS, 0) == action
 
 
+SAVE = topics.SAVE.for_all(topics.SaveOrder(1))
+ORDERED = dataclasses.replace(RUNNING, agreed=Agreed(1, (SAVE,)))
+ASKED = board.Ruling("save 1 was asked for", agreed=SAVE)
+
+
+@pytest.mark.parametrize(
+    ("header", "rulings", "more", "action"),
+    [
+        (RUNNING, (ASKED,), {}, Amend(ORDERED, "save 1 was asked for")),
+        (RUNNING, (HELD_UP, ASKED), {"returning_until": 9.0}, Amend(ORDERED, "save 1 was asked for")),
+        (ORDERED, (ASKED,), {}, Wait("running")),
+        (RUNNING, (ASKED, DIFFERS), {}, End(State.BROKEN, "they differ", EndKind.DIFFERS)),
+    ],
+)
+def test_what_rules_find_for_all_reaches_all(header, rulings, more, action):
+    """Also while the leader waits for something else, once, and not with the end of the round."""
+    assert next_action(view(header, {"a": node(), "b": node()}, "ab", rulings=rulings, **more), LIMITS, 0) == action
+
+
 def test_rules_hear_of_those_that_are_there():
     seen = view(RUNNING, {"b": node(done=3), "a": node(done=2)}, "abc", finished_at=7.0)
     assert rounds.members(seen) == board.RoundMembers(("a", "b"), frozenset("b"), 7.0)
@@ -277,7 +297,7 @@ JOB = Header(3, State.RUNNING, seal="s", job="j")
         (JOB, dataclasses.replace(JOB, state=State.BROKEN), True),
         (JOB, dataclasses.replace(JOB, state=State.CLOSED), True),
         (dataclasses.replace(JOB, state=State.BROKEN), dataclasses.replace(JOB, state=State.BROKEN, verdict="v"), True),
-        (JOB, dataclasses.replace(JOB, save=1), True),
+        (JOB, dataclasses.replace(JOB, agreed=Agreed(1)), True),
         (JOB, dataclasses.replace(JOB, drains_made=1), True),
         (dataclasses.replace(JOB, drains_made=1), JOB, False),
         (JOB, dataclasses.replace(JOB, round=4, seal="t"), True),

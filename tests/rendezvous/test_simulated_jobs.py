@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from elastic_ext.agent.leaving import ask_for_save, save_wanted
 from elastic_ext.agent.verdicts import Verdicts, for_others
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import requests
-from elastic_ext.cli.requests import DrainOutcome, Ending
+from elastic_ext.cli.requests import DrainOutcome, Ending, with_save
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.ledger import (
     JobStopped,
@@ -533,17 +534,34 @@ def test_a_late_request_revives_no_round():
     few = Few("ab")
     node = few.nodes["b"]
     over = dataclasses.replace(node.participant.header, state=State.BROKEN)
-    node.client.before("/job/round", lambda: few.client.put(KEYS.header, encode(over)))
-    node.part.request_save()
+    few.nodes["a"].client.before("/job/round", lambda: few.client.put(KEYS.header, encode(over)))
+    ask_for_save(node.part)
     few.world.run(TTL_S)
     assert stored(few.world) == over
     assert few.headers() == [(1, State.RUNNING), (1, State.BROKEN)]
 
 
+def test_a_save_is_asked_of_all_nodes():
+    """Once for all that ask at the same time, by post or by command; again for who asks once it is known."""
+    few = Few("abc")
+    for name in "bc":
+        ask_for_save(few.nodes[name].part)
+    few.client.put(KEYS.header, encode(with_save(few.nodes["a"].participant.header)))
+    few.world.run(1)
+    assert [save_wanted(few.nodes[name].part) for name in "abc"] == [1, 1, 1]
+    ask_for_save(few.nodes["b"].part)
+    few.world.run(1)
+    assert [save_wanted(few.nodes[name].part) for name in "abc"] == [2, 2, 2]
+    assert stored(few.world).agreed.made == 2
+    few.break_round("c")
+    few.next_round(2)
+    assert [save_wanted(few.nodes[name].part) for name in "abc"] == [0, 0, 0], "what was asked in a round that is over"
+
+
 def test_an_assignment_is_restored_although_the_header_changes():
     few = Few("ab")
     node = few.nodes["b"]
-    save = dataclasses.replace(node.participant.header, save=1)
+    save = with_save(node.participant.header)
     node.client.before("/assign/b", lambda: few.client.put(KEYS.header, encode(save)))
     few.client.delete(KEYS.assignment("b"))
     few.world.until(lambda: is_whole(few))

@@ -26,6 +26,7 @@ from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
+from elastic_ext.rendezvous.round_records import Agreed
 from elastic_ext.rendezvous.round_store import serve
 from tests.checkpoints.agreement.test_agreement import exchanges_of, save
 from tests.etcd_client import EtcdClient
@@ -252,7 +253,7 @@ def test_on_etcd_one_choice_lasts_one_round(agents):
     assert one.part.exchange.choice(LONG_S) == "7"
     one.part.break_off("once more")
     meet(zero, one)
-    assert zero._place.participant.header.resume == one._place.participant.header.resume == ""
+    assert {of._place.participant.header.agreed for of in (zero, one)} == {Agreed()}
     with pytest.raises(RoundOver):
         old.publish("stale")
     waits = started(lambda: one.part.exchange.choice(LONG_S))

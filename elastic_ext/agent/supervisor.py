@@ -204,8 +204,8 @@ class Supervisor(TorchAgent):
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
         if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
             return
-        name = received(error).name
-        took_s = round_.saves.save_before_leaving(name, grace_s, self._grace_s, round_.workers, wakeup, wake_pipe)
+        name, stop_s = received(error).name, _stop_grace_s(self.shutdown_timeout_s)
+        took_s = round_.saves.save_before_leaving(name, grace_s, stop_s, round_.workers, wakeup, wake_pipe)
         if took_s is not None:
             self.shorten_shutdown(max(1.0, grace_s - took_s))
 
@@ -247,11 +247,6 @@ class Supervisor(TorchAgent):
         super().stop_workers()
         self._close_round()
 
-    @property
-    def _grace_s(self) -> float:
-        """How long workers get to end, in seconds."""
-        return min(settings_module.STOP_GRACE_S, self.shutdown_timeout_s)
-
     def _stop_round(self, grace_s: float | None = None, after_failure: bool = False) -> None:
         """Stop the workers that still run, once per round.
 
@@ -263,7 +258,7 @@ class Supervisor(TorchAgent):
             return
         limit = processes.StopLimit(self._companions.wakeup, self._handler.part.stop_by)
         with self._phase("stop"):
-            given_s = self._grace_s if grace_s is None else grace_s
+            given_s = _stop_grace_s(self.shutdown_timeout_s) if grace_s is None else grace_s
             round_.stop(given_s, show_stacks=grace_s is None, limit=limit, after_failure=after_failure)
         self._count_workers("stopped")
 
@@ -291,6 +286,11 @@ class Supervisor(TorchAgent):
         yield
         if name == "stop" or self._handler.part.round > 1:
             self._metrics.phase(name, time.monotonic() - start)
+
+
+def _stop_grace_s(shutdown_s: float) -> float:
+    """Return how long workers get to end. shutdown_s: the --shutdown-timeout, or what is left of it."""
+    return min(settings_module.STOP_GRACE_S, shutdown_s)
 
 
 def _metrics(

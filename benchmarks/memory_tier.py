@@ -197,7 +197,7 @@ def fail(fault: str, nodes: int, tier: str, megabytes: int, step_ms: int) -> Los
         server = stack.enter_context(EtcdServer(folder / "etcd"))
         least = nodes - (fault == "fewer")
         where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", f"--nnodes={least}:{nodes}"]
-        where.append("--rdzv-conf=lease_ttl=2,last_call_timeout=0.5,stop_grace=2,backoff=0")
+        where.append("--rdzv-conf=lease_ttl=2,last_call_timeout=0.5,backoff=0")
         arguments = [events.path, mode, str(megabytes), str(step_ms)]
         agents = {name: start(folder, name, where, arguments, every) for name in "abcd"[: nodes + (fault == "spare")]}
         if not events.until(lambda: any(each["step"] >= FAULT_STEP for each in events.of("step"))):

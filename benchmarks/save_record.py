@@ -70,7 +70,7 @@ def under_an_agent(watched: bool, files: int, seconds: float) -> dict[str, float
     """Run a job that saves every second, once; return its figures, and the agent's CPU seconds for each save."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         directory = f"{name}/checkpoints"
-        settings = [f"--rdzv-conf=standby=off,metrics=off{f',checkpoint_dir={directory}' if watched else ''}"]
+        settings = [f"--rdzv-conf=standby=off,metrics_port=off{f',checkpoint_dir={directory}' if watched else ''}"]
         command = [sys.executable, "-m", "elastic_ext.agent", "--nproc-per-node=1", *settings, str(JOB), directory]
         with (
             open(f"{name}/log", "w") as log,

@@ -207,6 +207,13 @@ class Gate:
         fcntl.flock(self._file, fcntl.LOCK_UN)
 
 
+def stop_grace(folder: Path, seconds: float) -> dict[str, str]:
+    """Return variables of an agent that gives workers so long to end after a failure; `folder` goes on its PYTHONPATH."""
+    code = f"from elastic_ext.base import settings\nsettings.STOP_GRACE_S = {seconds}\n"
+    (folder / "sitecustomize.py").write_text(code)
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH")]))}
+
+
 def wait_gone(pids: list[int], timeout_s: float = LIMIT_S) -> list[int]:
     """Wait until these processes have ended (events, no polling); return those that have not."""
     deadline = time.monotonic() + timeout_s

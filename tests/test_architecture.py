@@ -3,11 +3,15 @@
 import ast
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 import elastic_ext
+from elastic_ext.agent.features import FEATURES, AgentFacts, FeatureRow
+from elastic_ext.base.settings import Settings
 
 PACKAGE = Path(elastic_ext.__file__).parent
 
@@ -62,9 +66,14 @@ def modules() -> dict[str, Path]:
     return {name.removesuffix(".__init__"): path for name, path in zip(names, paths, strict=True)}
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imported(path: Path) -> Iterator[str]:
     """Dotted names of what a file imports, of this package as modules."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -72,6 +81,8 @@ def imported(path: Path) -> Iterator[str]:
             assert node.module is not None
             full = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in modules() else node.module for name in full)
+    if path == PACKAGE / "agent/features.py":  # its table names them
+        yield from (f"elastic_ext.{of_feature(row)}" for row in FEATURES)
 
 
 def loaded_with(*names: str) -> set[str]:
@@ -87,7 +98,7 @@ def loaded_with(*names: str) -> set[str]:
 
 def imported_at_once(path: Path) -> Iterator[str]:
     """As `imported`, without what only type checkers and functions import."""
-    for node in ast.parse(path.read_text()).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             full = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in modules() else node.module for name in full)
@@ -108,6 +119,85 @@ def test_one_machine_loads_nothing_for_several():
     assert not found & OF_SEVERAL_MACHINES
     several = {name.removeprefix("elastic_ext.") for name in loaded_with("rendezvous.handler", "embedded.hosting")}
     assert several >= OF_SEVERAL_MACHINES - {"etcd.client", "etcd.watch", "etcd.lease", "etcd.calls", "embedded.process"}
+
+
+# What an agent loads only if it is asked for, besides the features of `agent/features.py`: not even a failure needs it otherwise.
+ASKED_FOR = {
+    "events.output": "events_file, or a variable of OpenTelemetry",
+    "failures.slurm": "a job of Slurm",
+    "failures.kubernetes": "a pod",
+    "failures.user_rules": "rules, or a package with rules",
+    "workers.standby.pool": "standby",
+    "workers.standby.client": "standby",
+    "workers.standby.server": "standby",
+    "workers.standby.modules": "standby",
+    "agent.published": "checkpoint_dir on several machines",
+}
+
+
+def of_feature(row: FeatureRow) -> str:
+    return f"agent.{row.where.partition(':')[0]}"
+
+
+def short(names: Iterable[str]) -> set[str]:
+    return {name.removeprefix("elastic_ext.") for name in names}
+
+
+def loaded_with_features(facts: AgentFacts) -> set[str]:
+    """What an agent loads that has these features."""
+    on = [of_feature(row) for row in FEATURES if row.on(facts)]
+    handler = "embedded.one_machine" if facts.one_machine else "rendezvous.handler"
+    return short(loaded_with("agent.plugin", "agent.supervisor", handler, *on))
+
+
+BARE = AgentFacts(Settings(stragglers="off", hang_timeout=0.0), one_machine=True)
+
+
+def test_an_agent_loads_only_what_is_on():
+    """It is the same without any feature: so no other part of the agent imports one at once."""
+    found = loaded_with_features(BARE)
+    assert {"agent.round", "agent.companions", "failures.rules", "workers.standby.rules"} <= found
+    assert not found & {of_feature(row) for row in FEATURES}
+    assert not found & ASKED_FOR.keys()
+    assert not {name for name in found if subpackage(f"elastic_ext.{name}") == "checkpoints"}
+    assert not found & {"hangs.watch", "hangs.lateness"}
+
+
+CHECKPOINTS = {"checkpoints.agreement.nodes", "checkpoints.choice.listing", "checkpoints.storage"}
+ONLY_WITH = {
+    "resume": CHECKPOINTS | {"checkpoints.agreement.quarantine", "checkpoints.verifying"},
+    "copies to checkpoint_dir": {"checkpoints.copying.copier"},
+    "drains": {"agent.drains"},
+    "drains with checkpoint_dir": {"agent.published", "agent.drains", *CHECKPOINTS - {"checkpoints.agreement.nodes"}},
+    "integrity": {"agent.integrity"},
+    "stragglers": {"hangs.lateness"},
+    "record of saves": {"checkpoints.record.stored", "checkpoints.record.proof"},
+    "hangs": {"hangs.watch"},
+    "hangs with NCCL": {"hangs.watch", "agent.flight_recorder"},
+}
+
+
+@pytest.mark.parametrize("row", FEATURES, ids=lambda row: row.name)
+def test_a_feature_brings_what_it_needs(row):
+    """At once, with its own module: what it needs after a failure must be there by then."""
+    bare = short(loaded_with("agent.plugin", "agent.supervisor", "embedded.one_machine"))
+    brings = short(loaded_with(of_feature(row))) - bare
+    assert ONLY_WITH[row.name] <= brings
+    assert not brings & {of_feature(other) for other in FEATURES if other.name not in (row.name, *NEEDS.get(row.name, ()))}
+
+
+# A feature may use the code of another one.
+NEEDS = {
+    "drains with checkpoint_dir": ["drains"],
+    "record of saves": ["resume"],
+    "hangs with NCCL": ["hangs"],
+}
+
+
+def test_the_loop_knows_no_feature():
+    features = {f"elastic_ext.{of_feature(row)}" for row in FEATURES}
+    for name in ("round", "companions", "supervisor", "companion", "feature", "journal", "observation", "verdicts", "launch"):
+        assert not set(imported(PACKAGE / f"agent/{name}.py")) & features, name
 
 
 def subpackage(name: str) -> str:

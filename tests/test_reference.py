@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from elastic_ext.base.settings import DEFAULT_STOP_GRACE, Settings
+from elastic_ext.base.settings import Settings
 from tests import reference
 
 
@@ -20,10 +20,6 @@ def test_the_status_schema_is_the_codes():
 
 def test_every_exit_code_has_a_meaning():
     assert {*reference.EXIT_CODES, 2, *(128 + code for code in reference.EXIT_CODES)} >= reference.policy.STOP_CODES
-
-
-def test_the_computed_default_is_the_documented_one():
-    assert f"default {DEFAULT_STOP_GRACE:g}" in Settings.__dataclass_fields__["stop_grace"].metadata["help"]
 
 
 def test_ten_settings_of_start_page_exist():

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 from elastic_ext.rendezvous import rounds
-from elastic_ext.rendezvous.round_records import Header, Node, State
+from elastic_ext.rendezvous.round_records import Header, Node, RoundReport, State
 from elastic_ext.rendezvous.rounds import Conclude, End, Limits, Seal, View
 
 
@@ -32,7 +32,7 @@ def one_loss(nodes: int, spares: int = 1) -> Pass:
     joined = {id_: number for number, id_ in enumerate(records)}
     members = {f"n{number}#1": number for number in range(nodes)}
     header = Header(1, State.RUNNING, nodes, 8 * nodes, "10.0.0.0", 29500, "", "seal1", job="job")
-    view = View(header, records, joined, members, last_arrival=0.0)
+    view = View(header, records, joined, members, frozenset(), last_arrival=0.0)
     began, decisions = time.process_time(), []
 
     def decide(seen: View, now: float) -> rounds.Action:
@@ -46,7 +46,7 @@ def one_loss(nodes: int, spares: int = 1) -> Pass:
     end = decide(view, 11.0)
     assert isinstance(end, End)
     view = replace(view, header=replace(header, state=State.BROKEN, reason=end.reason, lost=end.lost))
-    failed = {id_: replace(view.nodes[id_], reported=1, report="{}", after=1) for id_ in members if id_ != lost}
+    failed = {id_: replace(view.nodes[id_], report=RoundReport(1, "{}"), after=1) for id_ in members if id_ != lost}
     view = replace(view, nodes={**view.nodes, **failed}, reported_at=11.0)
     assert isinstance(decide(view, 11.2), Conclude)
     view = replace(view, header=replace(view.header, verdict="{}"))

@@ -1,8 +1,8 @@
 """The seam between the agent's loop and everything that works beside the workers.
 
-Checkpoint copier, standby pool, hang watch, saves on demand, reaper, host evidence: each is a `Companion`. The loop calls all of
-them at the same three moments of a round and knows nothing else about them. Some can do more (provide a worker's process, a
-descriptor to wait for, evidence of a failure); the code that needs that calls them by name.
+Checkpoint copier, standby pool, hang watch, saves on demand: each is a `Companion`. The loop calls all of them at the same
+moments of a round and knows nothing else about them. Some can do more (provide a worker's process, a descriptor to wait for);
+the code that needs that calls them by name. A part of the agent that can be off is a `feature.Feature`, which gives companions.
 """
 
 from __future__ import annotations
@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from elastic_ext.base.records import RecordError
+from elastic_ext.failures.ledger import Report
+from elastic_ext.hangs.detector import Stuck
 from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers.processes import WorkerProcesses
 from elastic_ext.workers.progress import Progress, ProgressTable
@@ -95,8 +98,27 @@ class Companion:
         """Return the seconds until `check` is due even without an event."""
         return math.inf
 
+    def reported(self, report: Report, workers: LocalWorkers) -> Report:
+        """Return this node's report on the failure of a round, with what this companion knows. The workers have been stopped."""
+        return report
+
     def workers_ended(self, workers: LocalWorkers) -> None:
         """Called when the round is over. This is the last chance to read the progress table."""
+
+
+class StallWatch(Companion, ABC):
+    """A companion that knows whether the workers of this node stall, and finds out which of them the others wait for."""
+
+    hung: Mapping[int, Stuck]  # those that the others waited for, by local rank, once `examine` has found out
+
+    @property
+    @abstractmethod
+    def stalled(self) -> bool:
+        """Whether all workers of this node stall, as of the last check: the job may hang."""
+
+    @abstractmethod
+    def examine(self, workers: LocalWorkers) -> list[str]:
+        """Find out and log where each worker is when the whole job hangs; return one text per worker for the verdict."""
 
 
 class EndLimit:

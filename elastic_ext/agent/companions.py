@@ -9,28 +9,30 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
-from elastic_ext.agent import hangs, journal, lateness, launch
+from elastic_ext.agent import journal, launch
+from elastic_ext.agent.beginning import RoundBeginning
 from elastic_ext.agent.companion import END_S, HURRIED_S, Companion, LocalWorkers
+from elastic_ext.agent.feature import Feature, JobParts
 from elastic_ext.agent.observation import Observation
-from elastic_ext.agent.resume import MemoryCopies
 from elastic_ext.base import threads, torch_private, wakeup
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.copying import copier
 from elastic_ext.failures.host import HostProbe
 from elastic_ext.failures.ledger import JobVerdict
-from elastic_ext.hangs.lateness import Late, Streak
 from elastic_ext.rendezvous.address import own_interface
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, bridge_torchelastic
 from elastic_ext.workers.helper_processes import Reaper
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
 from elastic_ext.workers.progress import WakePipe
-from elastic_ext.workers.standby.pool import StandbyPool
 from elastic_ext.workers.standby.rules import ColdReason
+
+if TYPE_CHECKING:
+    from elastic_ext.workers.standby.pool import StandbyPool
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +103,8 @@ def warm_starts(
         logger.info("no warm standbys: %s", wanted)
         return WarmStarts(None, ColdReason.OFF, logs, metrics)
     elif torch_private.starts_commands():  # else `torch_names.check` has said that they are off
+        from elastic_ext.workers.standby.pool import StandbyPool
+
         try:
             pool = StandbyPool(wanted, logs.run_dir, metrics.worker_started, metrics.standbys)
         except (OSError, RuntimeError) as error:  # out of descriptors or threads
@@ -122,17 +126,12 @@ class LinkLooks(Companion):
         return self._links.next_look_s()
 
 
-class CopierUpdates(Companion):
-    """Reports saves to the checkpoint copier."""
+@dataclass(frozen=True)
+class TurnedOn:
+    """extras: enough descriptors are left for warm standbys and for the workers' stderr."""
 
-    def __init__(self, copier: copier.Copier) -> None:
-        self._copier = copier
-
-    def check(self, workers: LocalWorkers) -> None:
-        self._copier.update_saves(sum(progress.saves for progress in workers.read_progress()))
-
-    def workers_ended(self, workers: LocalWorkers) -> None:
-        self._copier.look_now()  # a worker may have saved just before it ended
+    features: Sequence[type[Feature]]
+    extras: bool
 
 
 class JobCompanions:
@@ -141,19 +140,18 @@ class JobCompanions:
     def __init__(
         self,
         spec: WorkerSpec,
-        settings: Settings,
         handler: Rendezvous,
         logs: WorkerLogs,
         metrics: AgentMetrics,
-        extras: bool,
+        on: TurnedOn,
         stack: ExitStack,
     ) -> None:
         """Open all of them. The wakeup comes first, so that no signal is missed; then the run directory, which holds the files of
         the others; then the reaper, before the processes that it has to end.
 
-        extras: whether enough descriptors are left for warm standbys and for the workers' stderr. stack: closes everything that
-        `finish` does not end, in reverse order.
+        stack: closes everything that `finish` does not end, in reverse order.
         """
+        settings = handler.settings
         self.token = secrets.token_hex(16)  # marks every process that this agent starts, for the reaper
         self.wakeup = stack.enter_context(wakeup.Wakeup())  # readable when a signal arrives or the rendezvous has an event
         after_journal = stack.enter_context(ExitStack())
@@ -166,37 +164,26 @@ class JobCompanions:
         stack.callback(logs.remove)
         # readable when a worker has news
         self.wake_pipe = stack.enter_context(closing(WakePipe(os.path.join(logs.run_dir, "wake"))))
-        tails = extras and settings.stderr_tail and isinstance(spec.entrypoint, str)  # a function has the agent's own stderr
+        tails = on.extras and settings.stderr_tail and isinstance(spec.entrypoint, str)  # a function has the agent's own stderr
         logs.stderr = stack.enter_context(closing(StderrTails(tails, launch.has_bootstrap(spec))))
-        self.memory = MemoryCopies(settings, logs.run_dir)  # the copies of the workers' state in memory
         self.host = HostProbe(settings, interface=own_interface(handler.address), logs_dir=os.path.abspath(logs.root_log_dir))
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: [*handler.link_fds, *lock])
-        self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, extras)
+        self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, on.extras)
         handler.on_verdict = self._heard
-        self.flight_recorder: hangs.FlightRecorder | None = None  # None without NCCL, or if hang detection is off
-        if settings.hang and torch.distributed.is_nccl_available():
-            self.flight_recorder = hangs.FlightRecorder(logs.run_dir, os.environ)
-            stack.callback(self.flight_recorder.close)
-        self.copier = copier.start(settings, self.token, metrics)  # None without a local tier
         handler.reaper_runs = self.reaper.runs
-        # those that the loop calls as a `Companion`, in this order. A new companion is one more line here
-        self.round_companions = self._beside_workers()
+        parts = JobParts(settings, handler, self.token, logs.run_dir, metrics, self.observation, self.journal)
+        self.features: list[Feature] = []
+        for each in on.features:
+            self.features.append(feature := each(parts))
+            stack.callback(feature.close)
+        # those that the loop calls as a `Companion` beside the workers of each round, in this order
+        own: list[Companion] = [LinkLooks(self.host), self.warm_starts, self.observation, self.journal]
+        self.beside_workers = [*own, *filter(None, (each.beside_job() for each in self.features))]
 
-    def _beside_workers(self) -> list[Companion]:
-        return [
-            LinkLooks(self.host),
-            self.warm_starts,
-            self.observation,
-            self.journal,
-            *([CopierUpdates(self.copier)] if self.copier is not None else []),
-        ]
-
-    def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
-        """Show and report which ranks and hosts are late. Any thread may call this."""
-        stragglers = [lateness.straggler(each) for each in named]
-        self.observation.late(stragglers, max((each.share for each in found if each.error_us is not None), default=None))
-        self.journal.late(stragglers)
+    def agree(self, group: WorkerGroup) -> RoundBeginning:
+        """Return where this round begins, the same on every node. group: torch's worker group, after the rendezvous."""
+        return next((found for each in self.features if (found := each.agree(group)) is not None), None) or RoundBeginning()
 
     def _heard(self, verdict: JobVerdict) -> None:
         """Act on a verdict after which the job goes on. Where only other nodes have failed, the agent learns of it only here."""
@@ -244,8 +231,8 @@ class JobCompanions:
             copy_s = 0.0  # a signal: what is not copied is named only
             raise
         finally:
-            if self.copier is not None:
-                left = self.copier.close(copy_s)
+            for each in self.features:
+                left += each.end(copy_s)
         return left
 
     def _report_end(self, limit_s: float) -> None:

@@ -18,12 +18,12 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 from torch.distributed.elastic.multiprocessing import SignalException
 
 import elastic_ext
-from elastic_ext.agent import companion, exits, launch, resume, verdicts
+from elastic_ext.agent import beginning, companion, exits, launch, verdicts
 from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base import errors, printable, threads
 from elastic_ext.base.settings import Settings
+from elastic_ext.events import receivers
 from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryTrace, Source
-from elastic_ext.events.output import Events, Spans
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
@@ -52,10 +52,10 @@ class Journal(companion.Companion):
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: agent_metrics.AgentMetrics) -> None:
         """metrics: count recoveries, too."""
         source = Source(handler.get_run_id(), own_name(settings), os.getpid())
-        self.events = Events(settings.events_file, source, lambda: handler.round)  # for other parts of the agent
+        self.events = receivers.of_events(settings.events_file, source, lambda: handler.round)  # for other parts of the agent
         self.warm = 0  # workers of this round that were warm standbys; set before their start is reported
         self.clean = False  # whether the job has ended well
-        self._spans = Spans(elastic_ext.__version__, source)
+        self._spans = receivers.of_recoveries(elastic_ext.__version__, source)
         self.end_limit = companion.EndLimit()  # for how long the end of the agent may wait
         self._handler, self._metrics = handler, metrics
         metrics.on_copied = lambda lag_steps: self.events.emit("checkpoint_copied", lag_steps=lag_steps)
@@ -109,7 +109,7 @@ class Journal(companion.Companion):
             self._began = now
         return now
 
-    def joined(self, group: WorkerGroup, resumed: resume.ResumePoint) -> None:
+    def joined(self, group: WorkerGroup, resumed: beginning.RoundBeginning) -> None:
         """Report a new round and of what it resumes from, also in the log."""
         resumed.log()
         if resumed.checkpoint.lost:

@@ -19,6 +19,7 @@ from datetime import timedelta
 from torch.distributed import DistStoreError
 
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace, read_file_of_worker
+from elastic_ext.agent.feature import Feature, RoundParts
 from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.base.printable import shown
 from elastic_ext.hangs import lateness
@@ -267,3 +268,20 @@ def straggler(streak: Streak) -> Straggler:
         round(max(0.0, late.share), 4),
         round(error_s, 6),
     )
+
+
+class Stragglers(Feature):
+    def message(self) -> Mapping[str, object]:
+        return {"stragglers": "auto" if self.parts.settings.stragglers == "auto" else "all"}  # `replace` looks as `all` does
+
+    def beside_round(self, round_: RoundParts) -> Companion | None:
+        if round_.progress is None or round_.place.world == 1:
+            return None
+        return LatenessWatch(round_.place, self.compared, SlowNodes(self.parts.job))
+
+    def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
+        """Show and report which ranks and hosts are late. Any thread may call this."""
+        stragglers = [straggler(each) for each in named]
+        largest = max((each.share for each in found if each.error_us is not None), default=None)
+        self.parts.observation.late(stragglers, largest)
+        self.parts.journal.late(stragglers)

@@ -21,21 +21,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import elastic_ext
-from elastic_ext.base import errors, files, isolated
+from elastic_ext.base import contracts, errors, files, isolated
 from elastic_ext.base.printable import printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
-from elastic_ext.checkpoints.agreement import nodes
-from elastic_ext.checkpoints.choice import listing
 from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
 from elastic_ext.rendezvous.configuration import WorkerProgram
-from elastic_ext.workers.standby.modules import StandbySpec
+
+if TYPE_CHECKING:
+    from elastic_ext.workers.standby.modules import StandbySpec
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +84,8 @@ def python_program(entrypoint: Callable[..., Any] | str | None, args: Sequence[A
 def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     """Return the spec that the agent runs: with our restart budget and the bootstrap.
 
-    Raises UsageError: the script or the command does not exist, or checkpoint_dir cannot be a directory.
+    Raises UsageError: the script or the command does not exist.
     """
-    if settings.checkpoint_dir:
-        try:
-            listing.newest_complete(settings.checkpoint_dir, listing.Wanted(pattern=settings.checkpoint_pattern))
-        except OSError as error:  # the storage does not answer yet; it must by the first round
-            logger.warning("checkpoint_dir %s cannot be listed now: %s", settings.checkpoint_dir, error)
     spec = copy.copy(spec)
     if settings.max_restarts is not None:
         spec.max_restarts = UNLIMITED if settings.max_restarts == NO_LIMIT else settings.max_restarts
@@ -102,9 +97,8 @@ def prepare(spec: WorkerSpec, settings: Settings) -> WorkerSpec:
     # The worker looks up a module on its own sys.path; "${...}" is one of torch's macros.
     if not program.is_module and "${" not in program.program and not os.path.exists(program.program):
         raise errors.UsageError(f"the script {program.program!r} does not exist in {os.getcwd()}; nothing was started")
-    if settings.bootstrap:
-        module = ("-m",) if program.is_module else ()
-        spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
+    module = ("-m",) if program.is_module else ()
+    spec.args = (*program.options, BOOTSTRAP, *module, program.program, *program.args)
     return spec
 
 
@@ -132,17 +126,18 @@ def has_bootstrap(spec: WorkerSpec) -> bool:
 
 def standby_spec(spec: WorkerSpec, settings: Settings, token: str) -> StandbySpec | str:
     """Return the spec of the warm standbys, or the reason why there are none. spec: from `prepare`. token: the agent's."""
-    if not settings.standby or not settings.bootstrap:
+    if not settings.standby:
         return "off"
     program = python_program(spec.entrypoint, spec.args)
     if program is None or not has_bootstrap(spec):
         return "not a Python program"
+    from elastic_ext.workers.standby.modules import StandbySpec
+
     return StandbySpec(
         python=(str(spec.entrypoint), *program.options),
         bootstrap=BOOTSTRAP,
         program=tuple(map(str, program.args)),
         workers=spec.local_world_size,
-        preload=settings.preload or (),
         exclude=settings.preload_exclude or (),
         environ=lambda: {**os.environ, **blanked_secrets(os.environ)},
         token=token,
@@ -233,7 +228,7 @@ def blanked_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     return dict.fromkeys(SECRET_VARIABLES & environ.keys(), "")
 
 
-def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: nodes.Resumption) -> str:
+def start_line(backend: str, run_id: str, metrics: str | None, settings: Settings, resumed: contracts.Resumption) -> str:
     """Return the first log line of the agent. metrics: address of the metrics; None if they are not served."""
     if settings.checkpoint_dir is None:
         begins = "starts from nothing: no checkpoint_dir is set"
@@ -241,7 +236,7 @@ def start_line(backend: str, run_id: str, metrics: str | None, settings: Setting
         begins = f"resumes from {redacted(resumed.path)}, step {'unknown' if resumed.step is None else resumed.step}"
     else:
         begins = f"starts from nothing: {redacted(resumed.reason)}"
-    served = metrics or ("not served" if settings.metrics else "off")
+    served = metrics or ("not served" if settings.metrics_port is not None else "off")
     return printable(
         f"elastic_ext {elastic_ext.__version__} supervises this run: {backend}, run id {run_id}, metrics {served}, {begins}"
     )

@@ -324,6 +324,7 @@ class Serving:
         self._last_scrape = pages.LastScrape()
         self._unannounce: Callable[[], None] = lambda: None
         self.lingers = False  # whether `close` waits for a last scrape
+        assert settings.metrics_port is not None, "nothing is served"
         # The user must see a port that the kernel chose, and torchrun shows only warnings.
         announce = logging.WARNING if settings.metrics_port == 0 else logging.INFO
         tls = server_tls.of_settings(settings)
@@ -383,7 +384,7 @@ class Observation(companion.Companion):
         self._last_rows: Sequence[WorkerProgress] = ()  # of the workers, at the end of the last round
         self._job: JobView | None = None
         self._serving: Serving | None = None
-        if not settings.metrics:
+        if settings.metrics_port is None:
             return
         self._job = job = JobView(handler, self.node)
         shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, job.document)

@@ -84,16 +84,13 @@ def create_etcd(params: RendezvousParameters) -> RendezvousHandler:
                 begun.append(launch.begin(params.endpoint, params.run_id, params.local_addr, settings, os.environ))
 
     def rendezvous(settings: Settings) -> RendezvousHandler:
-        from elastic_ext.agent.resume import newest_checkpoint
         from elastic_ext.base.helper_process import HelperFailed
         from elastic_ext.own_etcd import launch
         from elastic_ext.rendezvous.contract import JOIN_TIMEOUT_S
         from elastic_ext.rendezvous.handler import EtcdRendezvous
         from elastic_ext.rendezvous.running_job import NoAnswer
 
-        def newest() -> str | None:  # passed here, not by our agent, because `grow_at=checkpoint` holds under any agent
-            return newest_checkpoint(settings)
-
+        newest = newest_of(settings)
         with _exits_to_try_again(settings, HelperFailed, NoAnswer), ExitStack() as undo:
             if not begun:
                 return EtcdRendezvous(params, settings, newest)
@@ -125,7 +122,6 @@ def c10d_rendezvous(params: RendezvousParameters, settings: Settings) -> Rendezv
         from elastic_ext.embedded.one_machine import OneMachine
 
         return OneMachine(params, settings)
-    from elastic_ext.agent.resume import newest_checkpoint
     from elastic_ext.base.helper_process import HelperFailed
     from elastic_ext.embedded.hosting import EmbeddedStore
     from elastic_ext.rendezvous.handler import EtcdRendezvous
@@ -136,11 +132,20 @@ def c10d_rendezvous(params: RendezvousParameters, settings: Settings) -> Rendezv
         undo.callback(store.close)
         theirs, known = store.access()
         try:
-            made = EtcdRendezvous(theirs, known, lambda: newest_checkpoint(known), store)
+            made = EtcdRendezvous(theirs, known, newest_of(known), store)
         except NoAnswer as error:
             raise HelperFailed(store.trouble(str(error))) from error
         undo.pop_all()
         return made
+
+
+def newest_of(settings: Settings) -> Callable[[], str | None]:
+    """Return what finds the newest checkpoint. Passed here, not by our agent: `grow_at=checkpoint` holds under any agent."""
+    if settings.checkpoint_dir is None:
+        return lambda: None
+    from elastic_ext.agent.resume import newest_checkpoint
+
+    return lambda: newest_checkpoint(settings)
 
 
 @contextmanager
@@ -199,7 +204,7 @@ def _create(
 
         exits.install(known.exit_codes)
 
-        if known.metrics:
+        if known.metrics_port is not None:
             tls.of_settings(known)  # it raises UsageError
         handler = rendezvous(known)
         torch_private.install_agent(Supervisor, handler)

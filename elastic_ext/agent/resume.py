@@ -15,6 +15,8 @@ from dataclasses import replace
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from elastic_ext.agent import companion, launch
+from elastic_ext.agent.beginning import RoundBeginning, newest_checkpoint_step
+from elastic_ext.agent.feature import Feature, JobParts
 from elastic_ext.base import contracts, diagnosis, errors, files
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement import nodes
@@ -96,7 +98,7 @@ def _used(directory: str) -> int:
     return sum(files.size(os.path.join(folder, name)) for folder, _, names in os.walk(directory) for name in names)
 
 
-class ResumePoint(companion.Companion):
+class ResumePoint(RoundBeginning):
     """The checkpoint that one round resumes from.
 
     A checkpoint in the local tier is pinned until the workers have loaded it, so that the copier cannot prune it before.
@@ -105,43 +107,36 @@ class ResumePoint(companion.Companion):
     def __init__(
         self,
         settings: Settings,
-        checkpoint: nodes.Resumption,
+        checkpoint: contracts.Resumption,
         pin: tiers.Pin | None = None,
         copies: MemoryCopies | None = None,
         memory: Mapping[str, str] | None = None,
     ) -> None:
         """copies: this node's copies in memory. memory: the environment variables about them."""
-        self.checkpoint = checkpoint  # the chosen checkpoint, and why it was chosen
+        super().__init__(checkpoint)
         self._copies, self._memory = copies, memory or {}
         self._settings = settings
         self._pin = pin
 
     @property
     def step(self) -> int | None:
-        """The step that the round starts from; 0 is the beginning, None is unknown."""
-        return self.checkpoint.at if self._settings.checkpoint_dir is not None else None
+        return self.checkpoint.at
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that name the workers' checkpoint."""
-        if self._settings.checkpoint_dir is None:
-            return {}
         return {
-            contracts.CHECKPOINT_DIR: self._settings.checkpoint_dir,
+            contracts.CHECKPOINT_DIR: self._settings.checkpoint_dir or "",
             contracts.LOCAL_DIR: self._settings.local_dir or "",
             **self.checkpoint.variables,
             **self._memory,
         }
 
     def own_variables(self, rank: int) -> dict[str, str]:
-        """Return those that differ for one rank: the path of its own file, if each rank wrote one."""
         path, files = self.checkpoint.path, self.checkpoint.files
         if files and rank not in files:
             logger.warning("%s has no file of rank %s: ELASTIC_EXT_RESUME_FROM of this rank keeps the *", path, rank)
         return self.checkpoint.variables_of(rank)
 
     def log(self) -> None:
-        if self._settings.checkpoint_dir is None:
-            return
         checkpoint = self.checkpoint
         if checkpoint.path:
             logger.info("resuming from %s, step %s (%s)", checkpoint.path, checkpoint.step, checkpoint.reason)
@@ -162,13 +157,11 @@ class ResumePoint(companion.Companion):
             self._copies.checkpoint_step = newest_checkpoint_step(self._copies.checkpoint_step, rows)
 
     def release(self) -> None:
-        """Let the copier prune the checkpoint. A second call does nothing."""
         if self._pin is not None:
             self._pin.release()
             self._pin = None  # only now: a signal may interrupt release(), which is then called again
 
     def newest_steps(self, workers: Sequence[Progress]) -> tuple[int | None, int | None]:
-        """Return the steps of the newest copy in memory and of the newest checkpoint, as in `failures.ledger.Report`."""
         if self._copies is None:
             return None, None
         return self._copies.newest_step(), newest_checkpoint_step(self._copies.checkpoint_step, workers)
@@ -201,11 +194,6 @@ class ResumePoint(companion.Companion):
         reason = f"the replicas of round {round_} are not known to have been equal after step {than}"
         resumed_from = self.checkpoint.path
         nodes.once_there(lambda: quarantine_newer(self._settings, than, resumed_from, reason, shared))
-
-
-def newest_checkpoint_step(known: int | None, workers: Sequence[Progress]) -> int | None:
-    """Return the step of the newest checkpoint that is known after a round. known: before it."""
-    return max((step for step in (known, *(worker.saved_step for worker in workers)) if step is not None), default=None)
 
 
 def after_round(known: NewestSaved | None, workers: Sequence[Progress]) -> NewestSaved | None:
@@ -245,6 +233,34 @@ def agree(settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies:
         if pin is not None:
             pin.release()
     return ResumePoint(settings, checkpoint, None, copies, memory)
+
+
+class Resuming(Feature):
+    """Has each round begin at a checkpoint, or at a copy of the state in memory."""
+
+    def __init__(self, parts: JobParts) -> None:
+        super().__init__(parts)
+        self._copies = MemoryCopies(parts.settings, parts.run_dir)
+
+    @staticmethod
+    def check(settings: Settings) -> None:
+        if settings.checkpoint_dir is None:
+            return
+        try:
+            listing.newest_complete(settings.checkpoint_dir, listing.Wanted(pattern=settings.checkpoint_pattern))
+        except OSError as error:  # the storage does not answer yet; it must by the first round
+            logger.warning("checkpoint_dir %s cannot be listed now: %s", settings.checkpoint_dir, error)
+
+    def agree(self, group: WorkerGroup) -> ResumePoint:
+        return agree(self.parts.settings, self.parts.job, place_of(group), self._copies)
+
+    def saves_to(self) -> Sequence[str]:
+        return addresses(self.parts.settings)
+
+
+def addresses(settings: Settings) -> list[str]:
+    """Return those of `checkpoint_dir` and `local_dir`, as far as they are set."""
+    return [open_storage(each).address for each in (settings.checkpoint_dir, settings.local_dir) if each is not None]
 
 
 def newest_checkpoint(settings: Settings) -> str | None:

@@ -9,37 +9,30 @@ import os
 import shutil
 import signal
 import tempfile
-import time
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Protocol
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.metrics import put_metric
 
-from elastic_ext.agent import lateness, launch, leaving, verdicts
-from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace, read_file_of_worker
+from elastic_ext.agent import launch, leaving, verdicts
+from elastic_ext.agent.beginning import RoundBeginning
+from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace, StallWatch
 from elastic_ext.agent.companions import JobCompanions
-from elastic_ext.agent.hangs import HangHandling, reach_by, show_stragglers
-from elastic_ext.agent.resume import ResumePoint
-from elastic_ext.agent.save_watch import SaveWatch
+from elastic_ext.agent.feature import RoundParts
+from elastic_ext.agent.positions import show_stragglers
 from elastic_ext.base import log_records, name_lookup, printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import TorchAgent, reraise_signals, started_by
-from elastic_ext.checkpoints.storage import Storage, open_storage
 from elastic_ext.failures.classify import Diagnosis, classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.host import ANSWER_S, HostEvidence
-from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_hashes
 from elastic_ext.failures.ledger import MAX_STACKS, Report
 from elastic_ext.hangs.detector import Stuck
-from elastic_ext.hangs.watch import HangWatch
-from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.address import is_loopback, look_up
 from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
-from elastic_ext.workers import leftovers, limits, reaper, worker_env
+from elastic_ext.workers import leftovers, limits, reaper
 from elastic_ext.workers.logs import StderrTails, WorkerLogs
 from elastic_ext.workers.processes import StopLimit, WorkerProcesses, build_locks, remove_build_locks
 from elastic_ext.workers.progress import EndingWorkers, Progress, ProgressTable
@@ -48,11 +41,6 @@ logger = logging.getLogger(__name__)
 
 TORCHS_CHECK_S = 1.0  # how often torch looks at the workers, where it alone sees that one sleeps in the kernel or has returned
 GLOO = "GLOO_SOCKET_IFNAME"
-REPORT_S = 1.0  # the least time between two reports to the other nodes: each is a write to the job's store
-MOST_HASHES = 128  # hashes of a worker: nine each of several sets
-
-ShowUncompared = Callable[[int | None, str], None]
-"""Gets the number of workers of which nothing is compared, and why; None if no worker runs."""
 
 
 class RunningRound:
@@ -66,8 +54,7 @@ class RunningRound:
         workers: LocalWorkers,
         ending: EndingWorkers,
         warm: Collection[int],
-        resume: ResumePoint,
-        hangs: HangHandling | None,
+        beginning: RoundBeginning,
         saves: leaving.SavesOnDemand | None,
         others: Iterable[Companion],
     ) -> None:
@@ -75,13 +62,14 @@ class RunningRound:
 
         ending: the workers that are about to end with an error. warm: local ranks of those that were warm standbys.
         """
-        self.workers, self.resume = workers, resume  # processes, progress and files; the checkpoint that they resume from
-        self.hangs, self.saves = hangs, saves  # None if hang detection is off; if workers cannot be asked to save
+        self.workers, self.beginning = workers, beginning  # processes, progress and files; where they begin
+        self.saves = saves  # None if workers cannot be asked to save
         # whether workers that this agent stops count as failed: replicas differ, or a link went down here; `RoundWatch` sets it
         self.stopped_count = False
         self._ending, self._warm = ending, warm
         self._stacks: list[str] = []  # for the verdict: the positions of workers that did not end by themselves
-        self._companions = [*others, *filter(None, (saves, hangs, resume))]
+        self._companions = [*others, *filter(None, (saves, beginning))]
+        self._stalls = [each for each in self._companions if isinstance(each, StallWatch)]
         for companion in self._companions:
             companion.workers_started(workers)
 
@@ -97,7 +85,7 @@ class RunningRound:
     @property
     def stalled(self) -> bool:
         """Whether all workers of this node stall."""
-        return self.hangs is not None and self.hangs.stalled
+        return any(each.stalled for each in self._stalls)
 
     def next_check_s(self) -> float:
         """Return the seconds until the next check is due even without an event; infinity: none is due."""
@@ -147,38 +135,38 @@ class RunningRound:
 
     def examine_hung(self) -> Mapping[int, Stuck]:
         """Find out where each worker hangs, while it still runs. Return those that the others wait for, by local rank."""
-        assert self.hangs is not None
-        self._stacks += self.hangs.examine(self.workers)
-        return self.hangs.hung
+        for each in self._stalls:
+            self._stacks += each.examine(self.workers)
+        return self._hung
+
+    @property
+    def _hung(self) -> Mapping[int, Stuck]:
+        return {local_rank: stuck for each in self._stalls for local_rank, stuck in each.hung.items()}
 
     def ended(self, node: str, host: HostEvidence, stderr: StderrTails, result: RunResult) -> verdicts.EndedRound:
         """Return the evidence of how the workers of this node ended. result: torch's."""
-        hung = self.hangs.hung if self.hangs is not None else {}
         asked_to_end = result.state is WorkerState.UNHEALTHY or self.stopped_count
-        return verdicts.EndedRound(node, host, self.workers, stderr, self._warm, hung, result.failures, asked_to_end)
+        return verdicts.EndedRound(node, host, self.workers, stderr, self._warm, self._hung, result.failures, asked_to_end)
 
     def report(self, node: str, diagnosis: Diagnosis) -> Report:
         """Return this node's report on its failure, for the verdict of the job."""
-        reach = (self.hangs.reach if self.hangs is not None else None) or reach_by(diagnosis)
-        collectives = self.hangs.collectives if self.hangs is not None else ()
         rows = self.workers.read_progress()
-        copied_at, saved_at = self.resume.newest_steps(rows)
-        return Report(
+        copied_at, saved_at = self.beginning.newest_steps(rows)
+        report = Report(
             node,
             diagnosis,
-            self.resume.step,
+            self.beginning.step,
             printable.beginnings(self._stacks, MAX_STACKS),
-            printable.redacted(self.resume.checkpoint.path),
-            reach,
+            printable.redacted(self.beginning.checkpoint.path),
+            verdicts.reach_by(diagnosis),
             copied_at,
             saved_at,
             tuple(self.workers.ranks.values()),
-            collectives,
-            hashed_by(self.workers),
-            next((row.steps_before for row in rows if row.steps_before is not None), self.resume.step),
-            self.resume.checkpoint.save_number,
-            verdicts.ended_well(self.workers),
+            counts_from=next((row.steps_before for row in rows if row.steps_before is not None), self.beginning.step),
+            save_number=self.beginning.checkpoint.save_number,
+            ended=verdicts.ended_well(self.workers),
         )
+        return functools.reduce(lambda known, each: each.reported(known, self.workers), self._companions, report)
 
     def all_done(self, job: Rendezvous) -> bool:
         """Wait until the workers of all nodes have finished, as those here have. Return False if the round ends otherwise."""
@@ -225,82 +213,6 @@ def how_to_stop(kind: EndKind, hung: bool) -> tuple[float | None, bool]:
     hung: whether the workers of this node hang.
     """
     return 0.0 if hung or kind is EndKind.DIFFERS else None, kind is EndKind.FAILED
-
-
-# What the workers have hashed of their replicas, for comparison with those of other nodes (`integrity_every`).
-
-
-def hashed_by(workers: LocalWorkers) -> tuple[Hashed, ...]:
-    """Return what the workers have hashed, those with the same result together. An unreadable file says nothing."""
-    return _together(_hashes(workers))
-
-
-def _hashes(workers: LocalWorkers) -> dict[int, WorkerHashes]:
-    """Return what each worker has written so far, by rank."""
-    found = {rank: read_file_of_worker(path, decode_hashes) for path, rank in _hash_files(workers)}
-    return {rank: hashes for rank, hashes in found.items() if hashes is not None}
-
-
-def _together(found: Mapping[int, WorkerHashes]) -> tuple[Hashed, ...]:
-    ranks: defaultdict[Hashed, list[int]] = defaultdict(list)
-    for rank, worker in found.items():
-        for each in worker.hashed[-MOST_HASHES:]:
-            ranks[replace(each, ranks=())].append(rank)
-    return tuple(replace(each, ranks=tuple(of)) for each, of in ranks.items())
-
-
-def _hash_files(workers: LocalWorkers) -> list[tuple[str, int]]:
-    """Return the path and the rank of each worker's file."""
-    progress = workers.progress.path if workers.progress is not None else None
-    paths = ((worker_env.hashes_path(progress, local_rank), rank) for local_rank, rank in workers.ranks.items())
-    return [(path, rank) for path, rank in paths if path is not None]
-
-
-class ReplicaWatch(Companion):
-    """Reports what the workers have hashed to the other nodes, as the workers wake the agent for it, and shows what is not."""
-
-    def __init__(self, handler: Rendezvous, show: ShowUncompared) -> None:
-        self._handler, self._show = handler, show
-        self._reported: tuple[Hashed, ...] = ()
-        self._logged: set[str] = set()
-        self._report_at = -math.inf  # not before
-        self._late = False  # there was an event before that
-
-    def workers_started(self, workers: LocalWorkers) -> None:
-        self._reported, self._logged = (), set()
-        self._show(0, "")
-
-    def next_check_s(self) -> float:
-        return max(0.0, self._report_at - time.monotonic()) if self._late else math.inf
-
-    def check(self, workers: LocalWorkers) -> None:
-        now = time.monotonic()
-        self._late = now < self._report_at
-        if self._late:
-            return
-        found = _hashes(workers)
-        hashed = _together(found)
-        if hashed != self._reported:
-            self._reported, self._report_at = hashed, now + REPORT_S
-            self._handler.part.post(topics.HASHED, topics.Replicas(hashed))
-        uncompared = [worker.uncompared for worker in found.values() if worker.uncompared]
-        self._show(len(uncompared), next(iter(uncompared), ""))
-        self._log(found)
-
-    def _log(self, found: Mapping[int, WorkerHashes]) -> None:
-        """Log once in a round what is not compared, with the ranks here. A note is the same on all ranks: rank 0 gives it."""
-        faults = [(rank, text) for rank, each in found.items() for text in (each.off, each.note if rank == 0 else "")]
-        for text in dict.fromkeys(text for _, text in faults if text and text not in self._logged):
-            self._logged.add(text)
-            of = printable.ranks_in_words(rank for rank, fault in faults if fault == text)
-            logger.warning("elastic_ext: integrity_every: %s: %s", of, text)
-
-    def workers_ended(self, workers: LocalWorkers) -> None:
-        self._log(_hashes(workers))
-        self._show(None, "")
-        for path, _ in _hash_files(workers):
-            with suppress(FileNotFoundError):
-                os.unlink(path)
 
 
 class StopWorkers(Protocol):
@@ -429,9 +341,8 @@ def gloo_interface(address: str) -> dict[str, str]:
 class Leftovers(Companion):
     """Ends what workers that were stopped have left, where it holds what the next round needs."""
 
-    def __init__(self, token: str, port: int, settings: Settings) -> None:
-        """token: the agent's. port: of the round's store."""
-        places = [open_storage(each).address for each in (settings.checkpoint_dir, settings.local_dir) if each is not None]
+    def __init__(self, token: str, port: int, places: Iterable[str]) -> None:
+        """token: the agent's. port: of the round's store. places: where workers save, paths and URLs."""
         self._token = token
         self._needs = leftovers.Needs(port, tuple(os.path.realpath(each) for each in places if os.path.isabs(each)))
 
@@ -451,11 +362,11 @@ class RoundStart:
         self._companions, self._group = companions, group
 
     def run(
-        self, resumed: ResumePoint, start_processes: Callable[[], Mapping[int, int]], own_groups: Callable[[], bool]
+        self, resumed: RoundBeginning, start_processes: Callable[[], Mapping[int, int]], own_groups: Callable[[], bool]
     ) -> RunningRound:
         """Start the workers; if that fails, release everything that was made for them. The order matters:
 
-        1. The copier learns what the round resumes from, before a worker can save.
+        1. The features (as the copier) learn what the round resumes from, before a worker can save.
         2. The progress table is made, because the workers need its path.
         3. Workers' variables and messages are set, because torch calls `WorkerLogs` for the environment while it starts them.
         4. Torch starts the processes, or standbys become them. Each gets the user's limit of open files at once.
@@ -469,12 +380,12 @@ class RoundStart:
         companions = self._companions
         with ExitStack() as undo:
             undo.callback(resumed.release)
-            if companions.copier is not None:
-                companions.copier.abandon_newer_than(resumed.checkpoint.path)
+            for feature in companions.features:
+                feature.round_begins(resumed)
             progress = self._make_progress_table()
             if progress is not None:
                 undo.callback(progress.remove)
-            table = progress if self._settings.bootstrap and launch.has_bootstrap(self._group.spec) else None
+            table = progress if launch.has_bootstrap(self._group.spec) else None
             companions.observation.goodput.round_begins(table, resumed.step, self._group.group_world_size)
             self._set_worker_environment(resumed, progress)
             with started_by(companions.warm_starts.start, self._started, self._holds_interrupts):
@@ -516,7 +427,7 @@ class RoundStart:
             undo.pop_all()
         return table
 
-    def _set_worker_environment(self, resumed: ResumePoint, progress: ProgressTable | None) -> None:
+    def _set_worker_environment(self, resumed: RoundBeginning, progress: ProgressTable | None) -> None:
         spec, companions = self._group.spec, self._companions
         self._logs.variables = {
             "TORCHELASTIC_RESTART_COUNT": str(self._handler.round - 1),
@@ -527,65 +438,44 @@ class RoundStart:
             **resumed.variables(),
             **(gloo_interface(self._handler.address) if self._group.group_world_size > 1 else {}),
             **name_lookup.variables(os.environ),
-            **(companions.flight_recorder.variables if companions.flight_recorder is not None else {}),
         }
+        for feature in companions.features:
+            self._logs.variables |= feature.variables()
         self._logs.own_variables = {
             local_rank: resumed.own_variables(each.global_rank) for local_rank, each in enumerate(self._group.workers)
         }
         message: dict[str, object] = {"agent": companions.token, "mark": reaper.mark_of(companions.token)}
         if self._holds_interrupts:
             message["interrupts_held"] = True
-        if progress is not None and self._settings.bootstrap:
+        if progress is not None:
             message |= {"progress": progress.path, "wake_pipe": companions.wake_pipe.path, "store": self._store_at}
-            if self._settings.integrity_every:
-                message["integrity_every"] = self._settings.integrity_every
-            if self._settings.stragglers != "off":
-                message["stragglers"] = "auto" if self._settings.stragglers == "auto" else "all"  # `replace` looks as `all` does
-            directories = (self._settings.checkpoint_dir, self._settings.local_dir)
-            if self._settings.checkpoint_dir is not None:
-                message["saves_below"] = [open_storage(each).address for each in directories if each is not None]
+            for feature in companions.features:
+                message |= feature.message()
         self._logs.messages = {local_rank: {**message, "slot": local_rank} for local_rank in range(len(self._group.workers))}
         if progress is not None:
             companions.warm_starts.before_start()
 
     def _make_round(
-        self, processes: WorkerProcesses, progress: ProgressTable | None, resumed: ResumePoint, own_groups: bool
+        self, processes: WorkerProcesses, progress: ProgressTable | None, resumed: RoundBeginning, own_groups: bool
     ) -> RunningRound:
-        settings, companions = self._settings, self._companions
+        companions = self._companions
         ranks = {local_rank: worker.global_rank for local_rank, worker in enumerate(self._group.workers)}
         workers = LocalWorkers(
             processes, progress, ranks, dict(self._logs.error_files), dict(self._logs.stacks_files), resumed.step
         )
-        hangs = saves = None
-        if settings.bootstrap and progress is not None:
+        saves = None
+        if progress is not None:
             saves = leaving.SavesOnDemand(self._handler, progress, self._group.group_world_size, self._store_at)
-        # Without the bootstrap, workers never report progress, which is not a sign of a hang.
-        if settings.hang and launch.has_bootstrap(self._group.spec) and progress is not None and own_groups:
-            watch = HangWatch(progress, ranks, settings.hang_timeout, self._group.workers[0].world_size)
-            hangs = HangHandling(watch, self._handler, companions.flight_recorder)
+        bootstrap = launch.has_bootstrap(self._group.spec)
+        parts = RoundParts(self._place, ranks, progress, bootstrap, own_groups, self._logs.messages, saves)
         ending = EndingWorkers(progress, companions.wake_pipe)
         warm = companions.warm_starts.after_start(processes.pids)
         companions.journal.warm = len(warm)
-        others: list[Companion] = [leaving.DrainWatch(self._handler, saves, settings)]
-        if settings.integrity_every:
-            others.append(ReplicaWatch(self._handler, companions.observation.uncompared))
-        measured = settings.bootstrap and settings.stragglers != "off"
-        if measured and progress is not None and self._group.workers[0].world_size > 1:
-            # It ends before those that show what it finds.
-            others.append(lateness.LatenessWatch(self._place, companions.compared, lateness.SlowNodes(self._handler)))
-        if progress is not None and (storage := self._recorded()) is not None:
-            journals = {each: str(message["journal"]) for each, message in self._logs.messages.items() if "journal" in message}
-            others.append(SaveWatch(self._place, storage, journals))
-        others.append(Leftovers(companions.token, self._store_at[1], settings))
-        others += companions.round_companions
-        return RunningRound(workers, ending, warm, resumed, hangs, saves, others)
-
-    def _recorded(self) -> Storage | None:
-        """Return the directory whose saves are recorded; None: none is."""
-        settings = self._settings
-        if settings.checkpoint_dir is None or not settings.bootstrap or not launch.has_bootstrap(self._group.spec):
-            return None
-        return open_storage(settings.checkpoint_dir)
+        # Those of the round end before those that show what they find.
+        beside_round = filter(None, (each.beside_round(parts) for each in companions.features))
+        places = [place for each in companions.features for place in each.saves_to()]
+        others = [*beside_round, Leftovers(companions.token, self._store_at[1], places), *companions.beside_workers]
+        return RunningRound(workers, ending, warm, resumed, saves, others)
 
     @property
     def _place(self) -> RoundPlace:

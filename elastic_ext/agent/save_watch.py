@@ -22,11 +22,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace
+from elastic_ext.agent.feature import Feature, RoundParts
+from elastic_ext.agent.resume import addresses
 from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail
 from elastic_ext.checkpoints.record.proof import RecordedSave, RoundProof
 from elastic_ext.checkpoints.record.stored import AttemptRecord
-from elastic_ext.checkpoints.storage import Entry, Storage, poll
+from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -391,3 +393,17 @@ class _Due:
     def later(self, now: float) -> _Due:
         pause = min(2 * self.pause, LONGEST_S)
         return _Due(now + pause, pause)
+
+
+class RecordOfSaves(Feature):
+    """Has the workers note what they save, and records it."""
+
+    def message(self) -> Mapping[str, object]:
+        return {"saves_below": addresses(self.parts.settings)}
+
+    def beside_round(self, round_: RoundParts) -> Companion | None:
+        directory = self.parts.settings.checkpoint_dir
+        if directory is None or not round_.bootstrap or round_.progress is None:
+            return None
+        journals = {each: str(message["journal"]) for each, message in round_.messages.items() if "journal" in message}
+        return SaveWatch(round_.place, open_storage(directory), journals)

@@ -18,15 +18,15 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
 import elastic_ext
-from elastic_ext.agent import companions, exits, launch, leaving, resume, verdicts
+from elastic_ext.agent import companions, exits, features, launch, leaving, verdicts
+from elastic_ext.agent.beginning import RoundBeginning
 from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound
 from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
-from elastic_ext.checkpoints.copying import copier
 from elastic_ext.events.event_table import MEMBERSHIP
-from elastic_ext.failures import ledger, policy, user_rules
+from elastic_ext.failures import ledger, policy
 from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import JobDone, Rendezvous
 from elastic_ext.telemetry import families
@@ -54,18 +54,18 @@ class Supervisor(TorchAgent):
         self._settings: settings_module.Settings = self._handler.settings
         self._logs = logs.WorkerLogs(logs_specs)
         with usage_errors_exit():
-            self._rules = user_rules.load(self._settings.rules)
-            copier.claim_local_dir(self._settings)
-            # Before the run, because an error during it closes the job for all nodes.
-            self._extras = launch.extras_fit(spec.local_world_size, limits.files_left())
+            self._rules = verdicts.rules_of_users(self._settings.rules)
+            # All before the run, because an error during it closes the job for all nodes.
+            found = features.load(features.facts_of(self._handler, spec))
+            self._on = companions.TurnedOn(found, launch.extras_fit(spec.local_world_size, limits.files_left()))
             os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
-        self._grace_s = settings_module.stop_grace(self._settings, self.shutdown_timeout_s)
+        self._grace_s = min(settings_module.STOP_GRACE_S, self.shutdown_timeout_s)
         self._verdicts = verdicts.Verdicts(self._settings, self._handler)
         self._metrics = _metrics(self._settings, self._handler, spec.local_world_size, lambda: self._round)
         self._companions: companions.JobCompanions  # set while run() is under way
-        self._resume: resume.ResumePoint | None = None  # of the last round that was joined
+        self._beginning: RoundBeginning | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
         self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it need not leave
         self._handler.attached = True
@@ -75,9 +75,7 @@ class Supervisor(TorchAgent):
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
         with limits.raised(), taken_for_sigterm(leaving.signals(os.environ)), self._verdicts.left(), ExitStack() as stack:
-            self._companions = companions.JobCompanions(
-                self.spec, self._settings, self._handler, self._logs, self._metrics, self._extras, stack
-            )
+            self._companions = companions.JobCompanions(self.spec, self._handler, self._logs, self._metrics, self._on, stack)
             self._handler.on_event = self._companions.wakeup.set
             self._handler.on_wait = lambda: reraise_signals(self._companions.wakeup.signals())
             clean = False
@@ -154,7 +152,7 @@ class Supervisor(TorchAgent):
             decision = self._for_this_node(verdict)
             logger.error("%s", self._companions.journal.failed(cause, others, verdict, decision))
             self._companions.observation.decided(verdict, decision)
-            self._running.resume.go_back(verdict, self._handler.node_id)
+            self._running.beginning.go_back(verdict, self._handler.node_id)
             if decision.action is policy.Action.STOP:
                 return self._stop(verdict, decision, verdicts.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
@@ -215,31 +213,31 @@ class Supervisor(TorchAgent):
     def join_round(self) -> None:
         """Rendezvous and agree on the checkpoint to resume from. If the round ends first, start over."""
         launch.check_health(self._settings, self.spec.local_world_size)
-        if first := self._resume is None:
+        if first := self._beginning is None:
             self._companions.warm_starts.await_first(self._handler)
         while True:
             with self._phase("rendezvous"):
                 super().join_round()
             try:
-                self._resume = resume.agree(self._settings, self._handler, resume.place_of(self.group), self._companions.memory)
+                self._beginning = self._companions.agree(self.group)
                 break
             except RoundOver as over:
                 logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
-        self._companions.observation.joined(self.group, self._handler.round, self._resume.step)
-        self._companions.journal.joined(self.group, self._resume)
+        self._companions.observation.joined(self.group, self._handler.round, self._beginning.step)
+        self._companions.journal.joined(self.group, self._beginning)
         if first:  # logged as a warning, because torchrun shows nothing below that level
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.observation.url
-            logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._resume.checkpoint))
+            logger.warning("%s", launch.start_line(backend, run_id, url, self._settings, self._beginning.checkpoint))
 
     def known_workers(self) -> list[Worker] | None:
         return self._handler.part.workers()
 
     def start_workers(self) -> dict[int, int]:
         """Start the workers of the joined round; see `RoundStart.run`. Return their pids by local rank."""
-        assert self._resume is not None, "start_workers before join_round"
+        assert self._beginning is not None, "start_workers before join_round"
         start = RoundStart(self._handler, self._settings, self._logs, self._companions, self.group)
         with self._phase("start"), hangup_ignored():
-            self._round = start.run(self._resume, super().start_workers, lambda: self.leads_groups)
+            self._round = start.run(self._beginning, super().start_workers, lambda: self.leads_groups)
         self._metrics.enter(families.RUNNING)
         self._count_workers("running")
         return self._round.workers.processes.pids
@@ -270,8 +268,8 @@ class Supervisor(TorchAgent):
         if self._round is not None:
             self._round.close()
             self._round = None
-        elif self._resume is not None:
-            self._resume.release()  # the workers of the joined round were never started
+        elif self._beginning is not None:
+            self._beginning.release()  # the workers of the joined round were never started
 
     @property
     def _running(self) -> RunningRound:

@@ -9,7 +9,8 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing import ProcessFailure, SignalException
@@ -31,19 +32,23 @@ from elastic_ext.base.errors import (
 from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
-from elastic_ext.failures import joint_evidence, policy, user_rules
+from elastic_ext.failures import joint_evidence, policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
 from elastic_ext.failures.host import HostEvidence, HostProbe
-from elastic_ext.failures.joint_evidence import Ended
+from elastic_ext.failures.joint_evidence import NOTHING_KNOWN, Ended, Reach, unanswered
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.failures.rules import STOP_REQUESTED, says_why_all_leave
+from elastic_ext.failures.rules import GROUP, STOP_REQUESTED, says_why_all_leave
 from elastic_ext.hangs.detector import Stuck
+from elastic_ext.rendezvous.address import own_addresses
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import host_of
 from elastic_ext.workers.logs import StderrTails
 from elastic_ext.workers.processes import Exit
+
+if TYPE_CHECKING:
+    from elastic_ext.failures.user_rules import UserRule
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +70,16 @@ class EndedRound:
     asked_to_end: bool  # count a worker that was asked to end as failed, however it ended, because none failed unasked
 
 
-def failed_workers(ended: EndedRound, rules: Sequence[user_rules.UserRule]) -> list[FailedWorker]:
+def rules_of_users(path: str | None) -> tuple[UserRule, ...]:
+    """Return the rules of a file (None for no file) and of other packages. Raises UsageError."""
+    if path is None and not entry_points(group=GROUP):
+        return ()
+    from elastic_ext.failures import user_rules
+
+    return user_rules.load(path)
+
+
+def failed_workers(ended: EndedRound, rules: Sequence[UserRule]) -> list[FailedWorker]:
     """Judge each worker that did not end well, one by one. One whose script had does not count beside one that failed unasked."""
     failed, well = [], {each.rank for each in ended_well(ended.workers)}
     for local_rank, pid in ended.workers.processes.pids.items():
@@ -470,3 +484,12 @@ def for_others(verdict: JobVerdict, preset: str) -> JobVerdict:
     if verdict.decision.response is not None or verdict.decision.exit_code not in (again, ill):
         return verdict
     return replace(verdict, decision=replace(verdict.decision, exit_code=again, response=diagnosis.Response.REQUEUE))
+
+
+def reach_by(diagnosis_: Diagnosis) -> Reach:
+    """Return which peers no longer acknowledged what a worker sent, by NCCL's words, if another worker's failure ended it."""
+    if diagnosis_.response is not diagnosis.Response.FOLLOW:
+        return NOTHING_KNOWN
+    raised = diagnosis_.evidence.exception
+    texts = (raised.message if raised is not None else "", diagnosis_.evidence.stderr_tail)
+    return Reach(own_addresses(), unanswered(texts, diagnosis_.evidence.rank))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 CHECKPOINT_DIR = "ELASTIC_EXT_CHECKPOINT_DIR"
@@ -38,6 +38,35 @@ MEMORY_MB_S = "ELASTIC_EXT_MEMORY_MB_S"
 def resume_variables(path: str, step: int | None) -> dict[str, str]:
     """Return the variables for a checkpoint. path: "" to begin from nothing. step: None if it is unknown."""
     return {RESUME_FROM: path, **({} if step is None else {RESUME_STEP: str(step)})}
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """The checkpoint that a round resumes from. The default: nothing, because the job has none."""
+
+    path: str = ""  # local path or URL of the checkpoint; "": the round begins from nothing
+    # step, reason, passed_over: see `checkpoints.agreement.messages.Agreement`.
+    step: int | None = None
+    reason: str = ""
+    passed_over: bool = False
+    local: bool = False  # it is in the nodes' local directories; `path` is this node's part of it
+    lost: str = ""  # why a newer copy in the nodes' memory is not used; "": no copy is newer. Only node 0 knows
+    # By rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
+    files: Mapping[int, str] = field(default_factory=dict)
+    save_number: int | None = None  # see `checkpoints.agreement.messages.Agreement`
+
+    @property
+    def at(self) -> int | None:
+        """The step at which the round begins; None if unknown."""
+        return self.step if self.path or self.passed_over else 0
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return resume_variables(self.path, self.step)
+
+    def variables_of(self, rank: int) -> dict[str, str]:
+        """The same for one rank, which gets the path of its own file; empty if it gets what all get."""
+        return resume_variables(self.files[rank], self.step) if rank in self.files else {}
 
 
 @dataclass(frozen=True)

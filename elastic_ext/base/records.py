@@ -194,7 +194,7 @@ def _dataclass(kind: Any) -> Make:
                     given[name] = of(value[key])
                 except (ValueError, TypeError) as error:
                     raise ValueError(f"{kind.__name__}.{key}: {error}") from error
-        if not given:
+        if makers and not given:
             raise ValueError(f"none of the fields of {kind.__name__}")
         return kind(**given)
 

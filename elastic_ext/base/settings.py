@@ -78,6 +78,10 @@ def _limit_or_off(text: str) -> float:
     return 0.0 if text.lower() in ("0", "off") else _float_from(1)(text)
 
 
+def _port_or_off(text: str) -> int | None:
+    return None if text.lower() == "off" else _int_within(0, 65535)(text)
+
+
 def one_of(*choices: str) -> SettingType:
     """Return the type of a setting that takes one of these texts."""
 
@@ -142,7 +146,7 @@ WHOLE_SECONDS = SettingType(_int_within(2), "a whole number of seconds, 2 or mor
 STEPS = SettingType(_int_within(0), "a whole number of steps, 0 or more")
 BYTES = SettingType(_bytes, "a number of bytes, or of K, M, G or T (powers of 1024), e.g. 4G")
 MB_PER_SECOND = SettingType(_float_from(0), "a number of megabytes per second, 0 or more")
-PORT = SettingType(_int_within(0, 65535), "a port number, 0 to 65535")
+PORT_OR_OFF = SettingType(_port_or_off, "a port number, 0 to 65535, or off")
 RESTARTS = SettingType(_int_within(-1), "a whole number, or -1 for no limit")
 # The items of lists are separated by spaces, since --rdzv-conf cannot hold commas.
 MODULES = SettingType(_modules, "names of modules, separated by spaces")
@@ -226,6 +230,8 @@ def _parsed(key: str, value: object, origin: str) -> object:
     if key not in _TYPES:
         if key[:1] in ("'", '"'):
             raise UsageError(f"{origin} has quotes around {literal(key, MAX_CHARACTERS)}: they are for a shell, leave them out")
+        if key in _GONE:
+            raise UsageError(f"setting {key!r} in {origin} is gone: {_GONE[key]}")
         near = difflib.get_close_matches(key, [*_TYPES, *TORCH_KEYS], n=1, cutoff=0.0)
         raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
     shown = "***" if _TYPES[key].secret else literal(value, MAX_CHARACTERS)
@@ -260,7 +266,6 @@ class Settings:
     bad_node_command: str | None = _setting(None, TEXT,
         "shell command that the agent runs, for 10 s at most, as its node leaves to be replaced for a failure of kind hardware; "
         "$ELASTIC_EXT_NODE and $ELASTIC_EXT_REASON say which node leaves, and why")
-    bootstrap: bool = _setting(True, BOOLEAN, "run Python workers through the bootstrap (error files, progress, stacks)")
     budget_window: int | None = _setting(None, WHOLE_SECONDS,
         "a restart counts against --max-restarts for this many seconds; default: for the whole job")
     checkpoint_dir: str | None = _setting(None, DIRECTORY, "where the job's checkpoints are: a path or an fsspec URL")
@@ -272,9 +277,6 @@ class Settings:
         "megabytes per second and node; 0: no limit")
     etcd_ca: str | None = _setting(None, TEXT, "ext_etcd: file of the CA that signed the servers' certificates")
     etcd_cert: str | None = _setting(None, TEXT, "ext_etcd: file of this client's certificate")
-    etcd_data_dir: str | None = _setting(None, TEXT,
-        "`job:`: directory for a small file that lets a requeued job keep its ledger, budget, refused hosts and goodput; on a "
-        "disk that all hosts share, or on local disks if the same hosts come back")
     etcd_key: str | None = _setting(None, TEXT, "ext_etcd: file of this client's private key")
     etcd_password: str | None = _setting(None, SECRET, "ext_etcd: password; set it in the environment or the file")
     etcd_user: str | None = _setting(None, TEXT, "ext_etcd: user")
@@ -306,8 +308,10 @@ class Settings:
         "`job:`, ext_c10d: file that holds the secret, with mode 0600; on a disk that all hosts share, it is created if it does "
         "not exist")
     ledger_file: str | None = _setting(None, TEXT,
-        "ext_c10d: file that keeps the job's failures and restart budget, in case all agents are killed and started again; with "
-        "several nodes, only the file on the store's host counts")
+        "ext_c10d, `job:`: file that keeps the job's failures, restart budget, refused hosts and goodput, in case all agents "
+        "are killed and started again. ext_c10d with several nodes: only the file on the store's host counts. `job:`: each host "
+        "with a member of etcd writes one beside it, and the newest counts; on a disk that all hosts share, or on local disks "
+        "if the same hosts come back")
     lease_ttl: int = _setting(10, WHOLE_SECONDS, "a node that is silent for this long counts as dead; 2 or more")
     local_dir: str | None = _setting(None, DIRECTORY,
         "directory on a fast disk of each node; `elastic_ext.Checkpointer` saves there first, and the agent copies to "
@@ -319,7 +323,6 @@ class Settings:
     memory_limit: int | None = _setting(None, BYTES,
         "the most memory for these copies on a node, e.g. `64G`, two for each worker; with several nodes, half of it is for "
         "another node's copies; default: a quarter of the memory that is free when a round starts")
-    metrics: bool = _setting(True, BOOLEAN, "serve Prometheus metrics")
     metrics_certfile: str | None = _setting(None, TEXT,
         "PEM file of the certificate with which the metrics endpoint serves HTTPS; read again when it changes")
     metrics_client_cafile: str | None = _setting(None, TEXT,
@@ -330,15 +333,11 @@ class Settings:
     metrics_keyfile: str | None = _setting(None, TEXT, "PEM file of the private key of metrics_certfile, without a password")
     metrics_linger: float = _setting(0.0, LINGER_SECONDS,
         "how long an agent that has left the job waits for one more scrape of its metrics; 300 or less")
-    metrics_port: int = _setting(9401, PORT, "port of the metrics endpoint; 0: any free port")
+    metrics_port: int | None = _setting(9401, PORT_OR_OFF, "port of the metrics endpoint; 0: any free port; `off`: serve none")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(None, SECONDS,
-        "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; `pod_api` "
+        "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; Kubernetes "
         "or Slurm can shorten it, or provide it if it is not set")
-    pod_api: bool = _setting(False, BOOLEAN, "Kubernetes: ask the API server about this pod after a failure")
-    preload: tuple[str, ...] | None = _setting(None, MODULES,
-        "modules that warm standbys import, besides torch and those that the agent learns from the job's workers; may be "
-        "modules next to the script")
     preload_exclude: tuple[str, ...] | None = _setting(None, MODULES,
         "modules that warm standbys do not import, with their submodules")
     refuse_node: int = _setting(3600, WHOLE_SECONDS, "how long a host that had to leave the job may not come back")
@@ -358,9 +357,6 @@ class Settings:
         "keep warm standbys: processes that have imported torch and wait for the next start of the workers")
     stderr_tail: bool = _setting(True, BOOLEAN,
         "keep the last 64 KB of each worker's stderr as evidence; not where stderr is a terminal")
-    stop_grace: float | None = _setting(None, SECONDS,
-        "time between SIGTERM and SIGKILL for workers that are stopped because another one failed; default 5, or "
-        "--shutdown-timeout if that is less")
     topology: str | None = _setting(None, TEXT,
         "location of this node, e.g. its rack; new nodes get ranks in the order of their locations")
     unsafe_etcd: bool = _setting(False, BOOLEAN,
@@ -381,7 +377,17 @@ class Settings:
         return self.checkpoint_dir is not None and self.memory_every != 0 and self.memory_limit != 0
 
 
-DEFAULT_STOP_GRACE = 5.0  # seconds
+STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL for workers that are stopped because another one failed
+
+# What to do instead of a setting that is gone.
+_GONE = {
+    "bootstrap": "to run a script without the bootstrap, give torchrun `--no-python python SCRIPT`",
+    "etcd_data_dir": "set ledger_file to a file in that directory",
+    "metrics": "set metrics_port=off",
+    "pod_api": "leave it out, the API server is asked wherever the pod's account may",
+    "preload": "leave it out, standbys learn the modules from the workers",
+    "stop_grace": f"leave it out, it is {STOP_GRACE_S:g} s, or --shutdown-timeout if that is less",
+}
 
 _TYPES: dict[str, SettingType] = {each.name: each.metadata["type"] for each in fields(Settings)}
 
@@ -407,7 +413,6 @@ def read(rdzv_conf: Mapping[str, object], environ: Mapping[str, str]) -> Setting
 
 # (a time, the time that it must not exceed, why)
 _CONTRADICTIONS = (
-    ("stop_grace", "--shutdown-timeout", "a failure must not wait longer than a signal"),
     ("--shutdown-timeout", "platform_grace", "the platform would kill the agent first"),
     ("last_call_timeout", "join_timeout", "no round could ever be complete"),
     ("keep_alive_interval", "join_timeout", "no round could ever be complete"),
@@ -423,10 +428,7 @@ def check_times(settings: Settings, rdzv_conf: Mapping[str, object], shutdown_ti
 
     Raises UsageError: names both times and why one must be less than the other.
     """
-    if settings.hang_timeout and not settings.bootstrap:
-        raise UsageError(f"hang_timeout={settings.hang_timeout:g} has no effect with bootstrap=off; remove one of them")
     times = {
-        "stop_grace": settings.stop_grace,
         "platform_grace": settings.platform_grace,
         "--shutdown-timeout": shutdown_timeout,
         "lease_ttl": settings.lease_ttl,
@@ -455,8 +457,3 @@ def torch_number(conf: Mapping[str, Any], key: str, default: float) -> float:
     if not 0 <= value < math.inf:
         raise UsageError(f"--rdzv-conf={key}={printable(str(conf[key]))}: expected a number, 0 or more")
     return value
-
-
-def stop_grace(settings: Settings, shutdown_timeout: float) -> float:
-    """Return the seconds between SIGTERM and SIGKILL for the survivors of a failure."""
-    return settings.stop_grace if settings.stop_grace is not None else min(DEFAULT_STOP_GRACE, shutdown_timeout)

@@ -117,7 +117,7 @@ def _agent(answer: ProbeAnswer) -> Finding:
 
 
 def _standbys(settings: settings_module.Settings, site: ProbeAnswer) -> Finding:
-    if not settings.standby or not settings.bootstrap:
+    if not settings.standby:
         return Finding("standbys", OK, "off, by the settings")
     why = site.get("error") or site.get("found") or rules.memory_shortage(memory_left(), 1, server_runs=False)
     if why:
@@ -236,9 +236,9 @@ def _writable(name: str, directory: str, detail: str) -> Finding:
 
 def check_metrics(inputs: Inputs) -> list[Finding]:
     settings = inputs.settings
-    where = f"{settings.metrics_host} port {settings.metrics_port}"
-    if not settings.metrics:
+    if settings.metrics_port is None:
         return [Finding("metrics", OK, "off, by the settings")]
+    where = f"{settings.metrics_host} port {settings.metrics_port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(
             settings.metrics_host, settings.metrics_port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -280,15 +280,15 @@ def _gpu() -> Finding:
 
 
 def _platform(inputs: Inputs) -> Finding:
-    environ, settings = inputs.environ, inputs.settings
+    environ = inputs.environ
     if slurm.job_id(environ):
         found = shutil.which("scontrol", path=environ.get("PATH"))
         what = "scontrol is installed" if found else "no scontrol: the agent cannot find out why Slurm ends the job"
         return Finding("platform", OK if found else WARN, f"Slurm job {slurm.job_id(environ)}; {what}")
     if kubernetes.HOST in environ:
-        if settings.pod_api and kubernetes.get_pod(environ) is not None:
+        if kubernetes.get_pod(environ) is not None:
             return Finding("platform", OK, "Kubernetes; the pod is read from the API server")
-        advice = "set pod_api and grant the permission to get pods"
+        advice = "grant its account the permission to get pods"
         return Finding("platform", WARN, "Kubernetes; this pod cannot be read", advice)
     return Finding("platform", OK, "neither Slurm nor Kubernetes")
 

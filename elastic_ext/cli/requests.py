@@ -17,7 +17,7 @@ from elastic_ext.base.errors import EX_REFUSED, EX_TRY_AGAIN, EX_UNAVAILABLE, Us
 from elastic_ext.cli import Commands, job_source, print_error, print_line
 from elastic_ext.etcd import EtcdClient, Event, Snapshot, errors, values
 from elastic_ext.failures.ledger import encode_ledger, given_back
-from elastic_ext.rendezvous import drains, header_record, job_records, running_job, tasks, topics
+from elastic_ext.rendezvous import board, drains, header_record, job_records, running_job, tasks, topics
 from elastic_ext.rendezvous.keys import JobKeys, checked
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, RecordReader, State, decode
 
@@ -307,10 +307,11 @@ def save_outcome(requested: Header, header: Header | None, nodes: Iterable[Node]
 
     header: the current one; None if it is gone, and the job with it. nodes: all current ones.
     """
+    asked = topics.SAVE.agreed(requested.agreed)
     for node in nodes:
         # A node's record is about its current round; a node that waits for a later round has left this one.
         saved = topics.SAVED.of(node.board, requested.round)
-        if node.after < requested.round and saved is not None and saved.number >= requested.save:
+        if node.after < requested.round and asked is not None and saved is not None and saved.number >= asked.number:
             return SaveOutcome(saved.step, f"saved step {saved.step}")
     if header is None:
         return SaveOutcome(None, "the job is gone")
@@ -319,6 +320,12 @@ def save_outcome(requested: Header, header: Header | None, nodes: Iterable[Node]
     if header.state is not State.RUNNING:
         return SaveOutcome(None, f"round {requested.round} ended before the save: {header.reason}")
     return None
+
+
+def with_save(header: Header) -> Header:
+    """Return the header in which the nodes are asked for one more save."""
+    made = topics.SAVE.for_all(topics.next_save(topics.SAVE.agreed(header.agreed)))
+    return replace(header, agreed=board.agree(header.agreed, made))
 
 
 def save(client: EtcdClient, run_id: str, timeout_s: float) -> SaveOutcome:
@@ -347,7 +354,7 @@ def _ask_save(client: EtcdClient, keys: JobKeys, deadline: float) -> Header | Sa
         if header.state is not State.RUNNING:
             code = EX_UNAVAILABLE if header.ended else EX_TRY_AGAIN
             return SaveOutcome(None, f"the job is not running, it is {header.state.value}: {header.reason}", code)
-        requested = header_record.with_save(header)
+        requested = with_save(header)
         timeout_s = min(max(0.01, deadline - time.monotonic()), client.timeout_s)
         if header_record.swap(client, keys, requested, over=(found.mod_revision, found.lease_id), timeout_s=timeout_s).succeeded:
             return requested

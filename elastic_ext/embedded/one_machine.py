@@ -150,10 +150,9 @@ class OneRound:
 
     def __init__(self, round_: int, job: OneMachine) -> None:
         self.round = round_
-        self.save_wanted = 0
         # Not kept alive by its part: torch's next job gets the stock agent once this one's rendezvous is gone (`install_agent`).
         self._job = cast("OneMachine", weakref.proxy(job))
-        self._posts, self._rules = round_records.Posts(), board.Rules(topics.TOPICS)
+        self._posts, self._agreed, self._rules = round_records.Posts(), round_records.Agreed(), board.Rules(topics.RULED)
         self._over: contract.RoundEnd | None = None
         self._warned = False
 
@@ -177,17 +176,22 @@ class OneRound:
     def post(self, topic: board.Topic[V], value: V | None) -> None:
         """There is one node, which leads, too: the same rules hold."""
         self._posts = board.posted(self._posts, self.round, topic, value)
-        for ruling in self._rules.rulings({ME: self._posts}, self.round, board.RoundMembers((ME,)), time.monotonic()):
+        if topic.rule is None:
+            return
+        members = board.RoundMembers((ME,), agreed=self._agreed)
+        for ruling in self._rules.rulings({ME: self._posts}, self.round, members, time.monotonic()):
             if ruling.end is not None and self._over is None:
                 self._over = contract.RoundEnd(ruling.end, ruling.reason)
+                self._job.on_event()
+            elif ruling.agreed is not None:
+                self._agreed = board.agree(self._agreed, ruling.agreed)
                 self._job.on_event()
             elif ruling.warns and not self._warned:
                 self._warned = True
                 logger.warning("elastic_ext: %s", ruling.reason)
 
-    def request_save(self) -> None:
-        self.save_wanted += 1
-        self._job.on_event()
+    def agreed(self, topic: board.Topic[V]) -> V | None:
+        return topic.agreed(self._agreed)
 
     def conclude(self, report: Report) -> JobVerdict:
         return self._job.judge(report)

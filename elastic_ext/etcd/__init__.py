@@ -16,58 +16,45 @@ Files import each other in one direction: errors, messages, values; vendor, endp
 import importlib
 from typing import TYPE_CHECKING
 
+# What `__getattr__` returns has no type. `X as X` says that it is exported: a type checker cannot work out `__all__`.
+# ruff: noqa: I001 - one import for each module
 if TYPE_CHECKING:
-    from elastic_ext.etcd.calls import CallObserver
-    from elastic_ext.etcd.client import EtcdClient
-    from elastic_ext.etcd.endpoints import Tls
+    from elastic_ext.etcd.calls import CallObserver as CallObserver
+    from elastic_ext.etcd.client import EtcdClient as EtcdClient
+    from elastic_ext.etcd.endpoints import Tls as Tls
     from elastic_ext.etcd.errors import (
-        AuthError,
-        ClientClosed,
-        Compacted,
-        ConfigError,
-        EtcdError,
-        LeaseLost,
-        QuotaExceeded,
-        TlsError,
-        Unavailable,
-        UnsupportedVersion,
+        AuthError as AuthError,
+        ClientClosed as ClientClosed,
+        Compacted as Compacted,
+        ConfigError as ConfigError,
+        EtcdError as EtcdError,
+        LeaseLost as LeaseLost,
+        QuotaExceeded as QuotaExceeded,
+        TlsError as TlsError,
+        Unavailable as Unavailable,
+        UnsupportedVersion as UnsupportedVersion,
     )
-    from elastic_ext.etcd.lease import LeaseSession
-    from elastic_ext.etcd.values import Compare, Delete, Event, Get, KeyValue, Put, Reading, TxnResult, absent, unchanged
-    from elastic_ext.etcd.watch import FROM_NOW, Batch, Began, Snapshot, SnapshotWatch, Watch
-
-__all__ = [
-    "FROM_NOW",
-    "AuthError",
-    "Batch",
-    "Began",
-    "CallObserver",
-    "ClientClosed",
-    "Compacted",
-    "Compare",
-    "ConfigError",
-    "Delete",
-    "EtcdClient",
-    "EtcdError",
-    "Event",
-    "Get",
-    "KeyValue",
-    "LeaseLost",
-    "LeaseSession",
-    "Put",
-    "QuotaExceeded",
-    "Reading",
-    "Snapshot",
-    "SnapshotWatch",
-    "Tls",
-    "TlsError",
-    "TxnResult",
-    "Unavailable",
-    "UnsupportedVersion",
-    "Watch",
-    "absent",
-    "unchanged",
-]
+    from elastic_ext.etcd.lease import LeaseSession as LeaseSession
+    from elastic_ext.etcd.values import (
+        Compare as Compare,
+        Delete as Delete,
+        Event as Event,
+        Get as Get,
+        KeyValue as KeyValue,
+        Put as Put,
+        Reading as Reading,
+        TxnResult as TxnResult,
+        absent as absent,
+        unchanged as unchanged,
+    )
+    from elastic_ext.etcd.watch import (
+        FROM_NOW as FROM_NOW,
+        Batch as Batch,
+        Began as Began,
+        Snapshot as Snapshot,
+        SnapshotWatch as SnapshotWatch,
+        Watch as Watch,
+    )
 
 _HOMES = {
     "calls": ("CallObserver",),
@@ -81,6 +68,7 @@ _HOMES = {
     "values": ("Compare", "Delete", "Event", "Get", "KeyValue", "Put", "Reading", "TxnResult", "absent", "unchanged"),
     "watch": ("FROM_NOW", "Batch", "Began", "Snapshot", "SnapshotWatch", "Watch"),
 }
+__all__ = [name for names in _HOMES.values() for name in names]
 
 
 def __getattr__(name: str) -> object:

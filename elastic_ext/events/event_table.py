@@ -85,6 +85,10 @@ def _clean(value: Value) -> Value:
 # A recovery: from the moment an agent stops running workers until all of them have made a step. If the workers fail again before
 # their first step, it goes on. Metrics, events and spans report what is measured here.
 
+EXPORTER = "OTEL_TRACES_EXPORTER"
+# Variables of which one says that recoveries are wanted as spans of OpenTelemetry.
+ASKED_BY = (EXPORTER, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+
 FIRST_STEP = "first_step"  # the last phase
 MEMBERSHIP = "membership"  # kind of a cause without a failure
 

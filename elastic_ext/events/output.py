@@ -23,7 +23,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from elastic_ext.base import printable, threads
-from elastic_ext.events.event_table import MAX_TEXT, EventTime, PastRecovery, Source, Value, record
+from elastic_ext.events.event_table import ASKED_BY, EXPORTER, MAX_TEXT, EventTime, PastRecovery, Source, Value, record
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Tracer, TracerProvider
@@ -143,21 +143,17 @@ class Events:
     `MOST` others wait, are counted, and the next line that can be written says how many are missing.
     """
 
-    def __init__(self, path: str | None, source: Source, round_: Callable[[], int], most: int = MOST) -> None:
-        """path: a file, a pipe, STDOUT, or None for no events. round_: returns the number of the current round."""
+    def __init__(self, path: str, source: Source, round_: Callable[[], int], most: int = MOST) -> None:
+        """path: a file, a pipe, or STDOUT. round_: returns the number of the current round."""
         self._source, self._round, self._path = source, round_, path
-        self._file = EventFile(path) if path is not None else None
+        self._file = EventFile(path)
         self._lost = 0  # by the thread
         self._reported = 0  # of those lost and dropped, how many an event has reported
         self._failing = False
-        self._outbox: Outbox[dict[str, Value]] | None = None
-        if path is not None:
-            self._outbox = Outbox(self._write, "elastic_ext-events", most, self._end)
+        self._outbox: Outbox[dict[str, Value]] = Outbox(self._write, "elastic_ext-events", most, self._end)
 
     def emit(self, name: str, **fields: Value) -> None:
         """Write an event with its own fields; see `events.schema.json`. Returns at once."""
-        if self._outbox is None:
-            return
         try:
             self._outbox.put(record(name, self._source, self._now(), fields))
         except ValueError as error:  # a mistake in this package, which tests find; the job matters more
@@ -165,11 +161,10 @@ class Events:
 
     def close(self, limit_s: float) -> None:
         """Write what waits, for limit_s seconds at most; later events are not written."""
-        if self._outbox is not None and not self._outbox.close(limit_s):
+        if not self._outbox.close(limit_s):
             logger.warning("events: %s does not take the last events within %.1f s", self._path, limit_s)
 
     def _end(self) -> None:
-        assert self._file is not None
         self._report_missing()
         self._file.close()
 
@@ -182,7 +177,6 @@ class Events:
             self._lost += 1
 
     def _report_missing(self) -> None:
-        assert self._outbox is not None
         missing = self._lost + self._outbox.dropped
         if missing == self._reported:
             return
@@ -191,7 +185,6 @@ class Events:
             self._reported = missing
 
     def _append(self, event: dict[str, Value]) -> bool:
-        assert self._file is not None
         try:
             self._file.write(json.dumps(event, separators=(",", ":"), allow_nan=False).encode() + b"\n")
         except (OSError, ValueError) as error:  # ValueError: a number that JSON does not have, or not a file name
@@ -206,8 +199,6 @@ class Events:
 
 
 NAME = "elastic_ext"
-EXPORTER = "OTEL_TRACES_EXPORTER"
-ASKED_BY = (EXPORTER, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}  # names of the entry points
 

@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from elastic_ext.base.diagnosis import (
     CASCADE,
@@ -56,7 +57,9 @@ from elastic_ext.failures.rules import (
 )
 from elastic_ext.failures.servers import BUSY, CLIENT_ERRORS, CLIENTS, UNREACHABLE, answers
 from elastic_ext.failures.tracebacks import ended_with, last_exception
-from elastic_ext.failures.user_rules import UserRule
+
+if TYPE_CHECKING:
+    from elastic_ext.failures.user_rules import UserRule
 
 MAX_TEXT = 64 * 1024  # characters of the end of stderr that are searched
 MAX_MESSAGE = 8 * 1024  # of a longer message, only the two ends are searched

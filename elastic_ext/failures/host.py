@@ -10,10 +10,12 @@ error") go to stdout, and only if NCCL_DEBUG is set.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import re
+import signal
 import threading
 import time
 from collections import deque
@@ -24,12 +26,13 @@ from pathlib import Path
 
 from elastic_ext.base import isolated, threads
 from elastic_ext.base.settings import Settings
-from elastic_ext.failures import commands, kubernetes, slurm
+from elastic_ext.failures import commands
 from elastic_ext.failures.evidence import Platform
 
 logger = logging.getLogger(__name__)
 
 SYSFS = Path("/sys/class")
+KUBERNETES = "KUBERNETES_SERVICE_HOST"  # each pod has this variable
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # NCCL's may begin with "=" (no prefixes) or "^" (all but these)
 SAMPLE_S = 300.0  # seconds between two looks while a round runs
 # A link that went down longer ago did not cause this failure: collectives give up after 10 minutes (torch's default), and
@@ -362,27 +365,60 @@ def _read(path: str) -> str | None:
         return None
 
 
-def detect(environ: Mapping[str, str], pod_api: bool = False) -> Platform:
+def detect(environ: Mapping[str, str]) -> Platform:
     """Ask the platform why this process ends. Takes up to 2 s if the platform hangs.
 
-    Slurm comes first: with Slinky, Slurm's nodes are pods, but Slurm ends the job.
-
-    Args:
-        pod_api: ask the API server.
-
-    Returns:
-        A Platform, without a name if the platform is unknown.
+    Slurm comes first: with Slinky, Slurm's nodes are pods, but Slurm ends the job. A Platform without a name: it is unknown.
     """
-    if slurm.job_id(environ):
+    if in_slurm(environ):
+        from elastic_ext.failures import slurm
+
         return slurm.query(environ)
-    if kubernetes.HOST in environ:
-        return kubernetes.platform_of(kubernetes.get_pod(environ) if pod_api else None)
+    if KUBERNETES in environ:
+        from elastic_ext.failures import kubernetes
+
+        return kubernetes.platform_of(kubernetes.get_pod(environ))
     return Platform()
 
 
-def deletion_grace_s(environ: Mapping[str, str], pod_api: bool = False) -> float | None:
-    """Return the seconds until Kubernetes kills our pod while deleting it; None if unknown. Arguments as for `detect`."""
-    return kubernetes.deletion_grace_s(kubernetes.get_pod(environ) if pod_api else None, time.time())
+def import_platform(environ: Mapping[str, str]) -> None:
+    """Import what the functions here need of this platform: a failure must not wait for it."""
+    if in_slurm(environ):
+        importlib.import_module("elastic_ext.failures.slurm")
+    if KUBERNETES in environ:
+        importlib.import_module("elastic_ext.failures.kubernetes")
+
+
+def in_slurm(environ: Mapping[str, str]) -> bool:
+    """Return whether this process belongs to a job of Slurm."""
+    return bool(environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", "")))
+
+
+def slurm_notices(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
+    """Return the signals by which Slurm may warn this process that the time is nearly up."""
+    if not in_slurm(environ):
+        return ()
+    from elastic_ext.failures import slurm
+
+    return slurm.NOTICES
+
+
+def slurm_end(environ: Mapping[str, str]) -> int | None:
+    """Return the Unix time at which Slurm ends this job; None if that is unknown."""
+    if "SLURM_JOB_END_TIME" not in environ:
+        return None
+    from elastic_ext.failures import slurm
+
+    return slurm.read_environment(environ).end_time
+
+
+def deletion_grace_s(environ: Mapping[str, str]) -> float | None:
+    """Return the seconds until Kubernetes kills our pod while deleting it; None if unknown. Takes up to 1 s."""
+    if KUBERNETES not in environ:
+        return None
+    from elastic_ext.failures import kubernetes
+
+    return kubernetes.deletion_grace_s(kubernetes.get_pod(environ), time.time())
 
 
 ANSWER_S = 0.4  # less than `judgement.SETTLE_S`; a platform or driver that answers later counts as unknown
@@ -424,6 +460,7 @@ class HostProbe:
             interface: by which the other nodes reach this host.
             logs_dir: where the workers' logs are; "": nowhere.
         """
+        import_platform(os.environ)
         self.links = LinkHistory(os.environ, interface)
         self._settings = settings
         self._driver = driver
@@ -457,7 +494,7 @@ class HostProbe:
             thread.start()
 
     def _ask_platform(self) -> None:
-        self._platform = detect(os.environ, self._settings.pod_api)
+        self._platform = detect(os.environ)
 
     def _ask_room(self) -> None:
         with suppress(OSError):

@@ -1,13 +1,14 @@
 """The state of our own pod in Kubernetes, from a file, or from the API server if the pod may ask it.
 
 The downward API has metadata only, no conditions. So either a sidecar or a node agent must maintain the file, or the pod's
-service account needs permission to `get` pods and the setting `pod_api` must be on.
+service account needs permission to `get` pods. The API server is asked in any case; a refusal is logged at DEBUG, and no more.
 """
 
 from __future__ import annotations
 
 import http.client
 import json
+import logging
 import platform
 import queue
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
+from elastic_ext.base.printable import printable
 from elastic_ext.base.tls import trusting
 from elastic_ext.failures.evidence import Platform
 
@@ -25,6 +27,9 @@ PORT = "KUBERNETES_SERVICE_PORT"
 SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 TIMEOUT_S = 1.0
 MAX_BYTES = 4 << 20
+
+logger = logging.getLogger(__name__)
+
 Pod: TypeAlias = Mapping[str, Any]  # as the API writes it
 
 
@@ -100,7 +105,10 @@ def _get(environ: Mapping[str, str], account: Path, timeout_s: float) -> Pod | N
             path = f"/api/v1/namespaces/{quote(namespace, safe='')}/pods/{quote(name, safe='')}"
             connection.request("GET", path, headers={"Authorization": f"Bearer {token}", "Accept": "application/json"})
             answer = connection.getresponse()
-            return _object(answer.read(MAX_BYTES + 1)) if answer.status == http.client.OK else None
+            if answer.status == http.client.OK:
+                return _object(answer.read(MAX_BYTES + 1))
+            logger.debug("the API server does not show the pod %s: %s %s", name, answer.status, printable(answer.reason))
+            return None
         finally:
             connection.close()
     except (OSError, ValueError, KeyError, http.client.HTTPException):

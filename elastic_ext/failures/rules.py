@@ -64,6 +64,9 @@ STOP, CONFIRM, RESTART, REPLACE_NODE = Response.STOP, Response.CONFIRM, Response
 TOO_STRONG = frozenset({STOP, REPLACE_NODE, Response.REQUEUE})  # for words which anything may have printed
 
 
+GROUP = "elastic_ext.rules"  # of entry points, by which other packages add rules: see `user_rules`
+
+
 @dataclass(frozen=True)
 class Rule:
     """One row of the table.

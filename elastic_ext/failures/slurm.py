@@ -54,11 +54,6 @@ def read_environment(environ: Mapping[str, str]) -> SlurmJob:
     return SlurmJob(job_id(environ), _number(environ.get("SLURM_JOB_END_TIME")), restarts)
 
 
-def notices(environ: Mapping[str, str]) -> tuple[signal.Signals, ...]:
-    """Return the signals by which Slurm may warn this process that the time is nearly up; outside a job there are none."""
-    return NOTICES if job_id(environ) else ()
-
-
 def hostnames(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
     """Return the hosts of the job in Slurm's order, the one of the batch script first; none if scontrol does not say.
 

@@ -26,14 +26,13 @@ from elastic_ext.base import diagnosis, files
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import literal, printable
 from elastic_ext.failures.evidence import EvidenceView
-from elastic_ext.failures.rules import RULES
+from elastic_ext.failures.rules import GROUP, RULES
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-GROUP = "elastic_ext.rules"
 CONDITIONS = ("pattern", "exit_code", "exception", "signal")
 MAX_SHOWN = 200  # characters of a bad value
 FIELDS = ("name", *CONDITIONS, "kind", "decision")

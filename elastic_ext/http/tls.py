@@ -5,15 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import ssl
-import time
 from dataclasses import dataclass
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-RETRY_S = 1.0  # between two attempts to read files that are wrong, e.g. a new certificate whose key has not come yet
 
 
 @dataclass(frozen=True)
@@ -33,25 +30,18 @@ class ServerTls:
         self._files = files
         self._stamps = _stamps(files)  # first: a file that changes meanwhile is read again
         self._context = _context(files)
-        self._retry_at = 0.0  # time.monotonic()
-        self._problem = ""  # the last one shown
         self.demands_certificates = files.client_ca is not None
 
     def context(self) -> ssl.SSLContext:
-        """Return the context for a new connection. While changed files are wrong, what was read before stays in force."""
-        stamps, now = _stamps(self._files), time.monotonic()
-        if stamps == self._stamps or now < self._retry_at:
-            return self._context
-        self._retry_at = now + RETRY_S
-        try:
-            self._context, self._stamps = _context(self._files), stamps
-        except UsageError as error:
-            if str(error) != self._problem:
+        """Return the context for a new connection. Files that are wrong, as before a new key has come, are read when they change
+        again; until then what was read before stays in force."""
+        if (stamps := _stamps(self._files)) != self._stamps:
+            self._stamps = stamps
+            try:
+                self._context = _context(self._files)
+                logger.info("metrics: read %s again", self._files.cert)
+            except UsageError as error:
                 logger.warning("metrics: the certificates that were read before stay in force: %s", error)
-            self._problem = str(error)
-            return self._context
-        self._problem, self._retry_at = "", 0.0
-        logger.info("metrics: read %s again", self._files.cert)
         return self._context
 
 

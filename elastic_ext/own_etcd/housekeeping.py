@@ -118,8 +118,8 @@ class Housekeeping:
             joins = is_member and (self._record is None or not self._record.member)
             cluster.write(record, *(self._joining(cluster) if joins else ()))
             self._record = record
-        if is_member and self._job.saved_dir is not None and self._saved is None:
-            self._save(cluster, self._job.saved_dir)
+        if is_member and self._job.ledger_file is not None and self._saved is None:
+            self._save(cluster, self._job.ledger_file)
         if cluster.endpoints != self._endpoints:
             files = self._files
             self._endpoints = cluster.endpoints
@@ -139,9 +139,9 @@ class Housekeeping:
             ops += [Put(ENDPOINTS, ",".join(urls)), Delete(CALLS + self._job.own.name)]
         return ops
 
-    def _save(self, cluster: Cluster, directory: str) -> None:
+    def _save(self, cluster: Cluster, ledger_file: str) -> None:
         """Begin to keep what outlives the job; first put back what did, if the job has only begun. Raises EtcdError."""
-        saved = saved_keys.SavedKeys(cluster.client, self._job.plan.run_id, self._job.own.name, directory, self._wake)
+        saved = saved_keys.SavedKeys(cluster.client, self._job.plan.run_id, self._job.own.name, ledger_file, self._wake)
         if not self._called and (line := saved.restore()):
             self._agents.say({"say": "info", "text": line})
         saved.watch()

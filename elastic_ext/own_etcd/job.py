@@ -155,7 +155,7 @@ class KeeperJob:
     folder: Path  # for its files here
     secret: bytes  # of the job
     program: Program | None  # etcd's; None: this host cannot run a member
-    saved_dir: str | None  # the setting `etcd_data_dir`; None: nothing outlives the job
+    ledger_file: str | None  # the setting, an absolute path; None: nothing outlives the job
 
     @property
     def is_first_member(self) -> bool:
@@ -177,5 +177,5 @@ def load(data: bytes) -> KeeperJob:
         Path(fields["folder"]),
         bytes.fromhex(fields["secret"]),
         Program(program["path"], tuple(program["version"]), program["source"]) if program is not None else None,
-        fields["saved_dir"],
+        fields["ledger_file"],
     )

@@ -192,20 +192,22 @@ def attach(endpoint: str, run_id: str, address: str | None, settings: Settings, 
     own = job.own_host(plan, environ, address or address_towards(plan.hosts[0]))
     place = folder.folder_of(run_id, plan.hosts, own.name, environ)
     program = _program(own.name in plan.hosts, plan, settings, environ)
-    saved_dir = _made(settings.etcd_data_dir) if settings.etcd_data_dir else None
+    ledger_file = _with_directory(settings.ledger_file) if settings.ledger_file else None
     key = certificates.job_secret(settings.job_secret, settings.job_secret_file, plan.loopback, place)
-    return Attachment(job.KeeperJob(plan, own, place, key, program, saved_dir))
+    return Attachment(job.KeeperJob(plan, own, place, key, program, ledger_file))
 
 
-def _made(data_dir: str) -> str:
-    """Make etcd_data_dir, if it is not there; return its full path. Raises UsageError."""
-    path = os.path.abspath(data_dir)
+def _with_directory(ledger_file: str) -> str:
+    """Make the directory of `ledger_file`, if it is not there; return the file's full path. Raises UsageError."""
+    path = os.path.abspath(ledger_file)
+    expected = "expected a file in a directory to write to"
     try:
-        os.makedirs(path, exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
     except OSError as error:
-        raise UsageError(f"etcd_data_dir={printable(data_dir)}: {error.strerror}; expected a directory to write to") from error
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise UsageError(f"etcd_data_dir={printable(data_dir)}: this user may not write there; expected a directory to write to")
+        raise UsageError(f"ledger_file={printable(ledger_file)}: {error.strerror}; {expected}") from error
+    if os.path.isdir(path) or not os.access(os.path.dirname(path), os.W_OK | os.X_OK):
+        why = "this is a directory" if os.path.isdir(path) else "this user may not write there"
+        raise UsageError(f"ledger_file={printable(ledger_file)}: {why}; {expected}")
     return path
 
 

@@ -1,6 +1,6 @@
 """What outlives a job that brings its own etcd: its ledger, charges, refused hosts and goodput, in a file for the next start.
 
-The etcd of the next start is a new one, perhaps on other hosts. Each keeper with a member writes a file into `etcd_data_dir` at
+The etcd of the next start is a new one, perhaps on other hosts. Each keeper with a member writes a file beside `ledger_file` at
 each change; the first members of the next etcd put the newest file back before any agent comes in.
 
 Which file is newest is found by counting, not by clocks: a file holds how many starts there were before, and etcd's revision. The
@@ -10,11 +10,12 @@ time that a record has left is another matter: that is measured by the clock, an
 from __future__ import annotations
 
 import base64
+import glob
 import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,10 +74,10 @@ class Beginning:
         return self.starts, self.revision
 
 
-def newest(directory: Path, run_id: str) -> SavedFile | None:
+def newest(ledger_file: str, run_id: str) -> SavedFile | None:
     """Return the newest readable file of any host; None if there is none."""
     found = []
-    for path in _paths(directory, run_id):
+    for path in _paths(ledger_file, run_id):
         try:
             with path.open("rb") as file:
                 found.append(records.read(SavedFile, file.read(MAX_BYTES), str(path), SCHEMA))
@@ -85,22 +86,22 @@ def newest(directory: Path, run_id: str) -> SavedFile | None:
     return max(found, key=lambda each: each.age, default=None)
 
 
-def _paths(directory: Path, run_id: str) -> Iterator[Path]:
-    return (path for path in directory.glob(f"{_stem(run_id)}.*.json") if not path.name.startswith("."))
+def _paths(ledger_file: str, run_id: str) -> list[Path]:
+    return [Path(path) for path in glob.glob(glob.escape(f"{ledger_file}.{_job(run_id)}.") + "*.json")]
 
 
-def _stem(run_id: str) -> str:
-    readable = "".join(each if each.isalnum() or each in "-_" else "-" for each in run_id)[:60]
-    return f"elastic_ext_{readable}_{hashlib.sha256(run_id.encode()).hexdigest()[:12]}"
+def _job(run_id: str) -> str:
+    """Return what distinguishes the files of one job from those of another with the same `ledger_file`."""
+    return hashlib.sha256(run_id.encode()).hexdigest()[:12]
 
 
 class SavedKeys:
     """Keeps the file of one host up to date. For one thread."""
 
-    def __init__(self, client: EtcdClient, run_id: str, host: str, directory: str, wake: Callable[[], None]) -> None:
-        self._client, self._run_id, self._directory = client, run_id, Path(directory)
+    def __init__(self, client: EtcdClient, run_id: str, host: str, ledger_file: str, wake: Callable[[], None]) -> None:
+        self._client, self._run_id, self._ledger_file = client, run_id, ledger_file
         self._job = JobKeys(run_id)
-        self._path = self._directory / f"{_stem(run_id)}.{host.replace('/', '-')}.json"
+        self._path = Path(f"{ledger_file}.{_job(run_id)}.{host.replace('/', '-')}.json")
         self._wake = wake
         self._watches: dict[str, SnapshotWatch] = {}
         self._due: float | None = None
@@ -110,7 +111,7 @@ class SavedKeys:
 
         Raises EtcdError.
         """
-        found = newest(self._directory, self._run_id)
+        found = newest(self._ledger_file, self._run_id)
         while True:
             kv = self._client.get(cluster.SAVED).kv
             before = _beginning(kv)
@@ -130,7 +131,7 @@ class SavedKeys:
             self._client.txn([], [Delete(prefix, prefix=True)])
         for first in range(0, len(left), MAX_OPS):
             self._client.txn([], [self._put(each, gone_s) for each in left[first : first + MAX_OPS]])
-        return f"what outlived the last run of the job is back: {len(left)} records of {self._directory}"
+        return f"what outlived the last run of the job is back: {len(left)} records of {self._ledger_file}"
 
     def _put(self, saved: SavedKey, gone_s: int) -> values.Op:
         lease = self._client.lease_grant(saved.left_s - gone_s).lease_id if saved.left_s else 0
@@ -183,7 +184,7 @@ class SavedKeys:
         """Write the last state; or remove all files if the job needs none: it is done, or not to be started again."""
         self.stop()
         if header is not None and is_for_good(header):
-            for path in _paths(self._directory, self._run_id):
+            for path in _paths(self._ledger_file, self._run_id):
                 try:
                     path.unlink(missing_ok=True)
                 except OSError as error:

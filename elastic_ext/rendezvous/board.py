@@ -1,23 +1,25 @@
 """The board of a round: what each node posts there for all, by topic, and what the leader rules from it. Pure, no clock.
 
 A feature whose nodes share something has a `Topic`: a name, a dataclass for the values, and perhaps a rule.
-Posts are part of a node's own record, so that they need no key, no watch and no lease of their own. Only the leader rules. On one
-machine there is the same board, over one node.
+Posts are part of a node's own record, so that they need no key, no watch and no lease of their own. Only the leader rules. It may
+end the round, or give all nodes a value: that is part of the header (`Header.agreed`), which every node watches. On one machine
+there is the same board, over one node.
 
 Invariants:
-    of a topic, the last value of a node counts, and only in the round in which it was posted;
+    of a topic, the last value of a node counts, and only in the round in which it was posted; so does the value for all;
     a value that cannot be read is no post: the feature goes without it, and the node stays in the job.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from elastic_ext.base import records
 from elastic_ext.base.records import RecordError
-from elastic_ext.rendezvous.round_records import EndKind, Post, Posts
+from elastic_ext.rendezvous.round_records import Agreed, EndKind, Post, Posts
 
 SCHEMA = 1  # of the values
 
@@ -26,11 +28,12 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class RoundMembers:
-    """The nodes of the running round, for rules."""
+    """The nodes of the running round, for rules, and what holds for all of them."""
 
     ids: tuple[str, ...]  # of those that are there, by rank
     done: frozenset[str] = frozenset()  # those whose workers have finished without a failure
     finished_at: float | None = None  # when the leader heard of the last of them, on its monotonic clock; None: of none yet
+    agreed: Agreed = field(default_factory=Agreed)
 
 
 @dataclass(frozen=True)
@@ -38,16 +41,22 @@ class Ruling:
     """What a rule has found. reason: one line, for people.
 
     end: the round ends, in this way. until: nothing ends before this time on the leader's clock; then the rule is asked again.
-    With neither, the leader warns of the reason, once in a round.
+    agreed: all nodes get this (`Topic.for_all`). With none of these, the leader warns of the reason, once in a round.
     """
 
     reason: str
     end: EndKind | None = None
     until: float | None = None
+    agreed: Post | None = None
+
+    @property
+    def decides(self) -> bool:
+        """Whether it is about the end of the round."""
+        return self.end is not None or self.until is not None
 
     @property
     def warns(self) -> bool:
-        return self.end is None and self.until is None
+        return not self.decides and self.agreed is None
 
 
 @dataclass(frozen=True)
@@ -68,23 +77,43 @@ class Topic(Generic[V]):
 
     def of(self, posts: Posts, round_: int) -> V | None:
         """Return what a node has posted in this round; None: nothing that can be read."""
-        if posts.round != round_:
-            return None
-        found = next((post.value for post in posts.posts if post.topic == self.name), None)
-        return None if found is None else self._read(found)
+        return self._read(posts.posts) if posts.round == round_ else None
 
-    def _read(self, value: str) -> V | None:
-        try:
-            return records.read(self.kind, value, f"a post on {self.name}", SCHEMA)
-        except RecordError:
-            return None
+    def agreed(self, agreed: Agreed) -> V | None:
+        """Return the value for all nodes; None: there is none that can be read."""
+        return self._read(agreed.posts)
+
+    def for_all(self, value: V) -> Post:
+        """Return the value as one for all nodes: for a rule, and for `agree`."""
+        return Post(self.name, records.encode(value, SCHEMA))
+
+    def _read(self, posts: Sequence[Post]) -> V | None:
+        found = next((post.value for post in posts if post.topic == self.name), None)
+        kind: Any = self.kind
+        return None if found is None else cast("V | None", _read(kind, found))
+
+
+@functools.lru_cache(maxsize=256)  # who looks at a few nodes, looks often at the same posts
+def _read(kind: type, value: str) -> object:
+    try:
+        return records.read(kind, value, "a post", SCHEMA)
+    except RecordError:
+        return None
 
 
 def posted(posts: Posts, round_: int, topic: Topic[V], value: V | None) -> Posts:
     """Return the posts of a node with this value in place of the topic's last one. None: it is withdrawn."""
     others = tuple(post for post in posts.posts if post.topic != topic.name) if posts.round == round_ else ()
-    own = (Post(topic.name, records.encode(value, SCHEMA)),) if value is not None else ()
+    own = (topic.for_all(value),) if value is not None else ()
     return Posts(round_, (*others, *own))
+
+
+def agree(agreed: Agreed, *new: Post) -> Agreed:
+    """Return what holds for all nodes with these values in place of the last ones of their topics; the same one: no change."""
+    if all(post in agreed.posts for post in new):
+        return agreed
+    kept = {post.topic: post for post in (*agreed.posts, *new)}
+    return Agreed(agreed.made + 1, tuple(kept.values()))
 
 
 @dataclass
@@ -105,8 +134,8 @@ class Rules:
     """What the leader rules. It reads each value once, and asks a rule again only if values, members, or the time make it due."""
 
     def __init__(self, topics: Sequence[Topic[Any]]) -> None:
-        """topics: those that end the round first stand first."""
-        self._topics = [topic for topic in topics if topic.rule is not None]
+        """topics: with a rule each; those that end the round first stand first."""
+        self._topics = topics
         # Each node's posts, the round that they were read for, and their values by topic.
         self._read: dict[str, tuple[Posts, int, dict[str, object]]] = {}
         self._asked = {topic.name: _Asked() for topic in self._topics}
@@ -128,11 +157,11 @@ class Rules:
         values = {id_: read[topic.name] for id_, (_, _, read) in self._read.items() if topic.name in read}
         asked = self._asked[topic.name]
         if not asked.holds(values, members, now):
-            assert topic.rule is not None, "only topics with a rule are kept"
+            assert topic.rule is not None, "a topic without a rule"
             self._asked[topic.name] = asked = _Asked(values, members, topic.rule(values, members, now) if values else None)
         return asked.ruling
 
 
 def ending(rulings: Sequence[Ruling]) -> Ruling | None:
     """Return the ruling that counts: the first that ends the round, or holds up its end; None: it goes on."""
-    return next((each for each in rulings if not each.warns), None)
+    return next((each for each in rulings if each.decides), None)

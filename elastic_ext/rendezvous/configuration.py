@@ -35,7 +35,7 @@ DEFAULT_ROLE = "default"  # of torch; DEFAULT_ROLE in torch/distributed/elastic/
 # What decides for the whole job. Of local_dir each node may have another one, but all have one or none has.
 ALIKE = (
     *("checkpoint_dir", "checkpoint_pattern", "verify", "resume_from", "memory_every", "integrity_every"),
-    *("hang_timeout", "exit_codes", "bootstrap"),
+    *("hang_timeout", "exit_codes"),
 )
 GIVEN = ("local_dir",)
 PATHS = ("checkpoint_dir", "resume_from")  # may be written in several ways; `Settings` makes a local checkpoint_dir absolute

@@ -80,12 +80,8 @@ class RoundPart(Protocol):
         What follows is the topic's rule (`topics`). Returns at once.
         """
 
-    @property
-    def save_wanted(self) -> int:
-        """Number of the last save on demand requested in this round; 0 if none was."""
-
-    def request_save(self) -> None:
-        """Ask all nodes of this round for a save on demand; return at once."""
+    def agreed(self, topic: Topic[V]) -> V | None:
+        """Return the topic's value for all nodes of this round; None: there is none yet."""
 
     def conclude(self, report: Report) -> JobVerdict:
         """Return the one verdict of the whole job. The workers of this node have failed and been stopped."""
@@ -106,7 +102,7 @@ class Rendezvous(Protocol):
     attached: bool  # when it begins to use this handler; otherwise another agent uses it (`warn_other_agent`)
     reaper_runs: Callable[[], bool]  # returns whether a reaper runs that ends the workers if the agent is killed
     closing: JobVerdict | None  # what the other nodes do if this one closes the job, once it fails; None: nothing is known
-    on_event: Callable[[], None]  # called from any thread when `part.over` or `part.save_wanted` may have changed
+    on_event: Callable[[], None]  # called from any thread when `part.over` or `part.agreed` may have changed
     # Called, while this node waits for the next round, with the verdict on the last one, maybe again.
     on_verdict: Callable[[JobVerdict], None]
     on_wait: Callable[[], None]  # called every second by a main thread that waits for other nodes; it may raise

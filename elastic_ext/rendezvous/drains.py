@@ -64,8 +64,8 @@ def ambiguous_hosts(nodes: Mapping[str, Node]) -> frozenset[str]:
     """Return the host names that several machines have in common. One that has just booted again has another id, not address."""
     machines: dict[str, dict[str, str]] = {}
     for id_, node in nodes.items():
-        if node.machine:
-            machines.setdefault(host_of(id_), {})[node.machine] = node.address
+        if node.host.machine:
+            machines.setdefault(host_of(id_), {})[node.host.machine] = node.address
     return frozenset(host for host, found in machines.items() if len(set(found.values())) > 1)
 
 

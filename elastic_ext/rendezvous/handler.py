@@ -33,7 +33,7 @@ from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.keys import ROOT, JobKeys
 from elastic_ext.rendezvous.place import NodesDiffer, take_place
-from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, Node, RecordReader, State
+from elastic_ext.rendezvous.round_records import Assignment, Drain, Header, LinkPort, Node, NodeHost, RecordReader, State
 
 logger = logging.getLogger(__name__)
 
@@ -298,15 +298,12 @@ class EtcdRendezvous(contract.Base):
             role=self._role,
             address=self.address,
             port=port,
-            topology=self.settings.topology or "",
             local=self.settings.local_dir is not None or self.settings.copies_to_memory,
             cut=cut,
             # Without a reaper the workers may outlive a killed agent. Then only the lease counts.
-            link_port=self._place.links.port if self.reaper_runs() else 0,
-            link_key=self._place.links.key,
+            link=LinkPort(self._place.links.port if self.reaper_runs() else 0, self._place.links.key),
             silent=self._place.stores.silent(self.round),
-            hosts_store=self._own_store is not None and self._own_store.hosted_here,
-            machine=machine(),
+            host=NodeHost(self.settings.topology or "", machine(), self._own_store is not None and self._own_store.hosted_here),
         )
 
     # While this node is in the job.

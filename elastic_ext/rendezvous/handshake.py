@@ -1,6 +1,6 @@
 """How a link begins: both agents prove that they can read the job's records. Before that, a connection counts for nothing.
 
-Each agent makes a key and publishes it in its record (`Node.link_key`), where the connecting agent reads it. Both prove that they
+Each agent makes a key and publishes it in its record (`Node.link`), where the connecting agent reads it. Both prove that they
 know it by an HMAC of what was said. The key never crosses the wire, and each connection has nonces of both sides, so no proof is
 good for another one.
 

@@ -40,11 +40,6 @@ def swap(
     return client.txn([unchanged(keys.header, revision), *compares], [put, *puts], timeout_s=timeout_s)
 
 
-def with_save(header: Header) -> Header:
-    """Return the header with one more save on demand."""
-    return dataclasses.replace(header, save=header.save + 1)
-
-
 def closed(header: Header, by: str, verdict: JobVerdict | None) -> Header:
     """Return the header of a job that a node closes. by: its host. verdict: what the others do; None: nothing is known."""
     text = encode_verdict(dataclasses.replace(verdict, round=header.round)) if verdict is not None else header.verdict

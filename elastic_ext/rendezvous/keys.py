@@ -10,9 +10,9 @@ All keys of a job lie under /elastic_ext/<run id>/. No other module spells a key
     configs/ID      a configuration.Configuration: what node ID runs with. Lease: node.
                     Written by that node as it registers. Read by the leader before the first round.
     round           a round_records.Header, written by header_record.swap only. Lease: job.
-                    Written by the leader; by any node that ends the round or requests a save; by the node of rank 0, with its
-                    choice of a checkpoint; by `elastic-ext checkpoints save`; by `elastic-ext drain`, whose drains it holds. If
-                    lost, by the leader, or after a while by any node.
+                    Written by the leader; by any node that ends the round; by the node of rank 0, with its choice of a
+                    checkpoint; by `elastic-ext checkpoints save`; by `elastic-ext drain`, whose drains it holds. If lost, by the
+                    leader, or after a while by any node.
                     Watched by every node; read by `elastic-ext`.
     nodes/ID        a round_records.Node. Lease: node.
                     Written by that node; deleted by the leader if somebody has overwritten it: then the node writes it again.

@@ -132,13 +132,15 @@ class Leader:
             in_order = sorted(others, key=records.joined.__getitem__)
             there = [id_ for id_ in members if id_ in records.nodes]  # what the others run with is not there either
             strangers = records.configurations.strangers(in_order, header.round, there)
+        done = rounds.done(header.round, members, records.nodes)
         view = rounds.View(
             header,
             {id_: node for id_, node in records.nodes.items() if id_ not in strangers},
             records.joined,
             members,
+            done,
             records.last_arrival,
-            finished_at=self._finished_at(header.round),
+            finished_at=self._seen.at(header.round, f"{len(done)} finished") if done else None,
             returning_until=self._outage.returning_until,
         )
         if header.state is State.RUNNING:
@@ -158,10 +160,6 @@ class Leader:
         if header.state is State.RUNNING and rounds.waiting(view) and not self._policy.may_grow(header.round):
             return dataclasses.replace(view, may_grow=False)
         return view
-
-    def _finished_at(self, round_: int) -> float | None:
-        number = sum(node.done >= round_ for id_, node in self._records.nodes.items() if id_ in self._members.ranks)
-        return self._seen.at(round_, f"{number} finished") if number else None
 
     def _carry_out(self, action: rounds.Action, view: rounds.View) -> None:
         if isinstance(action, rounds.Seal):
@@ -221,10 +219,10 @@ class Leader:
         return None
 
     def _conclude(self, view: rounds.View, action: rounds.Conclude) -> None:
-        hosts = frozenset(id_ for id_, node in view.nodes.items() if node.hosts_store)
+        hosts = frozenset(id_ for id_, node in view.nodes.items() if node.host.has_store)
         reports = RoundReports(
             view.header.round,
-            {id_: view.nodes[id_].report for id_ in action.nodes},
+            {id_: view.nodes[id_].report.failure for id_ in action.nodes},
             {id_: self._records.written[id_] for id_ in action.nodes},
             rounds.lost(view),
             len(set(view.nodes) - drains.released(view.header)),
@@ -401,7 +399,7 @@ class NodeRecords:
         self.joined: dict[str, int] = {}  # create revision of each node's key, by id
         self.written: dict[str, int] = {}  # revision of each node's record, by id
         self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
-        self.rules = board.Rules(topics.TOPICS)
+        self.rules = board.Rules(topics.RULED)
         self.configurations = NodeConfigurations(context)
         self._context, self._created = context, created
         self._on_member_of_lost_round = on_member_of_lost_round

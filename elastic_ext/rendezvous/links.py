@@ -272,7 +272,7 @@ class Peers:
         node = self._reader.node(kv) if kv is not None else None
         if kv is None or node is None:
             return None
-        return Peer(node_id, node.address, node.link_port, node.link_key, kv.create_revision, kv.lease_id)
+        return Peer(node_id, node.address, node.link.port, node.link.key, kv.create_revision, kv.lease_id)
 
     def neighbors(self, node_id: str) -> Collection[str]:
         """Return the ids of the nodes that a node keeps links to; none if its assignment is gone or cannot be read."""

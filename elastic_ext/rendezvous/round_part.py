@@ -19,12 +19,11 @@ from elastic_ext.base.errors import RoundOver
 from elastic_ext.base.printable import cut
 from elastic_ext.etcd import EtcdError
 from elastic_ext.failures.ledger import JobVerdict, Report, decode_verdict, encode_report
-from elastic_ext.rendezvous import board
+from elastic_ext.rendezvous import board, topics
 from elastic_ext.rendezvous.board import Topic
 from elastic_ext.rendezvous.contract import EndKind, RoundEnd
-from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.place import Place
-from elastic_ext.rendezvous.round_records import Assignment, Header, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, RoundReport, State
 from elastic_ext.rendezvous.tasks import RETRY_S
 
 logger = logging.getLogger(__name__)
@@ -132,13 +131,9 @@ class EtcdRound:
         self._claims = self._claims | {topic.name} if topic.must_be_heard and value is not None else self._claims - {topic.name}
         self._participant.update(lambda node: dataclasses.replace(node, board=board.posted(node.board, self.round, topic, value)))
 
-    def request_save(self) -> None:
-        self._participant.change_header(self.round, with_save)
-
-    @property
-    def save_wanted(self) -> int:
+    def agreed(self, topic: Topic[V]) -> V | None:
         header = self._participant.header
-        return header.save if header.round == self.round else 0
+        return topic.agreed(header.agreed) if header.round == self.round else None
 
     # It ends.
 
@@ -147,9 +142,10 @@ class EtcdRound:
 
         Args:
             text: what failed in this round, a record of `failures.ledger`.
-            follows: see Node.
+            follows: see RoundReport.
         """
-        self._participant.update(lambda node: dataclasses.replace(node, reported=self.round, report=text, follows=follows))
+        report = RoundReport(self.round, text, follows)
+        self._participant.update(lambda node: dataclasses.replace(node, report=report))
 
     def done(self) -> None:
         """Record that the workers of this node have finished the round without a failure."""
@@ -275,22 +271,26 @@ class EtcdExchange:
         return [found[key] for key in keys]
 
     def publish(self, text: str) -> None:
-        self._participant.change_header(self._header.round, lambda header: dataclasses.replace(header, resume=text))
-        self._await(lambda header: header.resume == text, self._publish_s, "the job's store to take the choice of a checkpoint")
+        choice = topics.ResumeChoice(text)
+        made = topics.RESUME.for_all(choice)
+        self._participant.change_header(
+            self._header.round, lambda header: dataclasses.replace(header, agreed=board.agree(header.agreed, made))
+        )
+        self._await(lambda found: found == choice, self._publish_s, "the job's store to take the choice of a checkpoint")
 
     def choice(self, timeout_s: float) -> str:
-        return self._await(
-            lambda header: header.resume != "", timeout_s, "the choice of a checkpoint by the node of rank 0"
-        ).resume
+        return self._await(lambda found: True, timeout_s, "the choice of a checkpoint by the node of rank 0").text
 
-    def _await(self, there: Callable[[Header], bool], timeout_s: float, what: str) -> Header:
+    def _await(self, wanted: Callable[[topics.ResumeChoice], bool], timeout_s: float, what: str) -> topics.ResumeChoice:
         began = time.monotonic()
         deadline, wait = began + timeout_s, waits.Waiting(what, began)
         with self._changed:
             while True:
                 header = self._participant.header
-                if self._assignment.of(header) and header.state is State.RUNNING and there(header):
-                    return header
+                if self._assignment.of(header) and header.state is State.RUNNING:
+                    found = topics.RESUME.agreed(header.agreed)
+                    if found is not None and wanted(found):
+                        return found
                 self._check_round()
                 if (now := time.monotonic()) >= deadline:
                     raise RendezvousTimeoutError(

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 2  # of the records below
+SCHEMA = 3  # of the records below
 MAX_WORKERS = 2**16  # per node
-MAX_SAVES = 10**6  # on demand, per round
 MAX_ROUNDS = 10**9  # that a node may claim to have been in: the next number must still be valid
 
 
@@ -67,6 +66,40 @@ class Posts:
 
 
 @dataclass(frozen=True)
+class Agreed:
+    """What holds for all nodes in one round, by topic; see `board`."""
+
+    made: Count = 0  # number of changes in this round: of two headers the newer one has more
+    posts: tuple[Post, ...] = ()
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """What a node reports of the end of a round. Its workers of that round have been stopped."""
+
+    round: Count = 0  # the last round whose end it has reported; 0: none
+    failure: str = ""  # what failed there (a record of `failures.ledger`); "": nothing did
+    follows: bool = False  # see `failures.ledger.Report.waits_for_others`
+
+
+@dataclass(frozen=True)
+class LinkPort:
+    """Where other nodes may link to a node (`links`), at its address."""
+
+    port: Port = 0  # of its listening socket; 0: no node may link to it
+    key: NameOrEmpty = ""  # who links to it proves to have read this (`handshake`); "": no node may link to it
+
+
+@dataclass(frozen=True)
+class NodeHost:
+    """What a node tells of its host."""
+
+    topology: str = ""  # the setting
+    machine: str = ""  # see `address.machine`
+    has_store: bool = False  # the job's store is on it, and would go with it
+
+
+@dataclass(frozen=True)
 class Node:
     """A node's record of itself."""
 
@@ -76,10 +109,8 @@ class Node:
     address: Name
     port: Port  # of a store server of this node that already listens and has never been used
     done: Count = 0  # the last round that its workers have finished without a failure; 0 if none
-    topology: str = ""
-    reported: Count = 0  # the last round whose end it has reported; its workers of that round have been stopped
-    report: str = ""  # what failed here in that round (a record of `failures.ledger`); "" if nothing did
-    follows: bool = False  # see `failures.ledger.Report.waits_for_others`
+    host: NodeHost = NodeHost()
+    report: RoundReport = RoundReport()
     board: Posts = Posts()
     local: bool = False  # it saves to its own disk first, and may resume from there
     # The round that its workers were in when it had to register again; 0 if it never had to.
@@ -87,11 +118,8 @@ class Node:
     # The round in which it stopped its workers because it was cut off from etcd; 0 if none. This explains failures of other
     # nodes.
     cut: Count = 0
-    link_port: Port = 0  # of its listening socket for links (`links`), at `address`; 0: no node may link to it
+    link: LinkPort = LinkPort()
     silent: tuple[Name, ...] = ()  # addresses of rounds' stores that do not answer it
-    hosts_store: bool = False  # the job's store is on its host, and would go with it
-    machine: str = ""  # see `address.machine`
-    link_key: NameOrEmpty = ""  # who links to it proves to have read this (`handshake`); "": no node may link to it
 
 
 @dataclass(frozen=True)
@@ -128,11 +156,8 @@ class Header:
     # round and before it writes this header; they must not count for the round that is formed instead.
     seal: str = ""
     verdict: str = ""  # what all nodes do about the failures that ended this round (a record of `failures.ledger`); "": none yet
-    save: Annotated[int, Within(0, MAX_SAVES)] = 0  # number of the last save on demand requested in this round; 0 if none was
     local: bool = False  # all nodes may resume from their own disks, and offer the node of rank 0 what they have there
-    # What all nodes resume from (see `checkpoints.agreement.messages`), written by the node of rank 0; "" until it has chosen. A
-    # new round begins with "", so that no choice outlives its round.
-    resume: str = ""
+    agreed: Agreed = Agreed()  # a new round begins with nothing
     # Name of the job from its first round to its end, unique among jobs of the same run id; "" before the first round.
     job: str = ""
     end: EndKind | None = None  # how the round ended; None: as `state` says. Older versions do not write it

@@ -18,7 +18,7 @@ counts them as lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TypeVar
@@ -51,6 +51,7 @@ class View:
     nodes: Mapping[str, Node]  # all living nodes, by id
     joined: Mapping[str, int]  # order of joining (any increasing number), by id
     members: Mapping[str, int]  # rank in header.round, by id; includes lost nodes
+    done: frozenset[str]  # members whose workers have finished the round (`done`)
     last_arrival: float  # when the last new node came, in seconds of the leader's monotonic clock
     may_grow: bool = True  # waiting nodes may join now; False: only after a checkpoint
     # When the last node whose workers have finished reported that, on the same clock; None if no node has.
@@ -111,7 +112,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Amend:
-    """Write this header: what it says of drained nodes has changed."""
+    """Write this header: what it says of drained nodes has changed, or what holds for all nodes of the round."""
 
     header: Header
     reason: str
@@ -151,8 +152,8 @@ def waiting(view: View) -> list[str]:
 
 def reports(view: View) -> tuple[str, ...]:
     """Return the ids of the members of this round that report a failure in it."""
-    number = view.header.round
-    return tuple(id_ for id_, node in view.nodes.items() if id_ in view.members and node.reported == number and node.report)
+    of = {id_: node.report for id_, node in view.nodes.items() if id_ in view.members}
+    return tuple(id_ for id_, report in of.items() if report.round == view.header.round and report.failure)
 
 
 def lost(view: View) -> dict[str, str]:
@@ -178,11 +179,15 @@ def addressed(view: View) -> dict[str, Reach]:
     return {id_: Reach((node.address,)) for id_, node in nodes.items() if node.done < view.header.round}
 
 
+def done(round_: int, members: Collection[str], nodes: Mapping[str, Node]) -> frozenset[str]:
+    """Return the ids of the members whose workers have finished the round without a failure. The leader counts once a look."""
+    return frozenset(id_ for id_ in members if id_ in nodes and nodes[id_].done >= round_)
+
+
 def members(view: View) -> board.RoundMembers:
     """Return the nodes of the running round, for the rules of the board."""
     there = [id_ for id_ in sorted(view.members, key=view.members.__getitem__) if id_ in view.nodes]
-    done = frozenset(id_ for id_ in there if view.nodes[id_].done >= view.header.round)
-    return board.RoundMembers(tuple(there), done, view.finished_at)
+    return board.RoundMembers(tuple(there), view.done, view.finished_at, view.header.agreed)
 
 
 T = TypeVar("T")
@@ -190,10 +195,10 @@ _OVER = 3
 _STAGES = {State.FORMING: 0, State.RUNNING: 0, State.BROKEN: 1, State.DONE: _OVER, State.CLOSED: _OVER}
 
 
-def _age(header: Header) -> tuple[int, int, bool, int, int]:
+def _age(header: Header) -> tuple[int, int, int, int]:
     """Return a key that grows with each new header of a job."""
     judged = header.state is State.BROKEN and bool(header.verdict)
-    return header.round, _STAGES[header.state] + judged, bool(header.resume), header.save, header.drains_made
+    return header.round, _STAGES[header.state] + judged, header.agreed.made, header.drains_made
 
 
 def precedes(found: Header, known: Header) -> bool:
@@ -244,16 +249,17 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
         return End(State.BROKEN, f"{_named(left)} left the round to wait for the next one")
     if failed := reports(view):
         return End(State.BROKEN, f"workers of {_named(failed)} failed", EndKind.FAILED)
+    if (amended := _agreed(view)) is not None:
+        return amended
     if awaits is not None:
         return awaits
     if incomplete(view):
         return End(State.BROKEN, f"the assignments of {counted(view.header.nodes - len(view.members), 'node')} are lost")
     if (ruling := board.ending(view.rulings)) is not None:
         return Wait(ruling.reason, ruling.until) if ruling.end is None else End(State.BROKEN, ruling.reason, ruling.end)
-    done = [id_ for id_ in view.members if view.nodes[id_].done >= number]
-    if len(done) == len(view.members):
+    if len(view.done) == len(view.members):
         return End(State.DONE, "all workers have finished")
-    if done:
+    if view.done:
         return Wait("running")
     if (drained := _drains(view, limits, view.members)) is not None:
         return drained
@@ -265,6 +271,15 @@ def _while_running(view: View, limits: Limits, now: float) -> Action:
     if view.may_grow:
         return End(State.BROKEN, f"growing by {_named(joining)}")
     return Wait(f"{_named(joining)} will join at the next checkpoint", now + GROW_POLL_S)
+
+
+def _agreed(view: View) -> Amend | None:
+    """Return the header by which all nodes get what rules have found for them; None: they have it, or the round ends first."""
+    ending, new = board.ending(view.rulings), [each for each in view.rulings if each.agreed is not None]
+    agreed = board.agree(view.header.agreed, *(each.agreed for each in new if each.agreed is not None))
+    if agreed is view.header.agreed or (ending is not None and ending.end is not None):
+        return None
+    return Amend(replace(view.header, agreed=agreed), "; ".join(each.reason for each in new))
 
 
 def _drains(view: View, limits: Limits, running: Mapping[str, int]) -> Action | None:
@@ -299,7 +314,7 @@ def _between_rounds(view: View, limits: Limits, now: float) -> Action:
     failed = reports(view)
     if failed and not view.header.verdict:
         silent = [id_ for id_ in view.members if id_ in view.nodes and not _has_reported(view.nodes[id_], view.header.round)]
-        if silent and all(view.nodes[id_].follows for id_ in failed):
+        if silent and all(view.nodes[id_].report.follows for id_ in failed):
             # Wait beyond the settle time: the next round needs these nodes anyway. A node may use up its workers' whole grace
             # before it reports the cause. If a node's host has died, the node is lost when its lease ends.
             return Wait(f"all failures reported so far follow from another one; no report yet from {_named(silent)}")
@@ -339,7 +354,7 @@ def _with_too_few(view: View, present: Sequence[str], limits: Limits, now: float
 
 
 def _has_reported(node: Node, round_: int) -> bool:
-    return node.reported >= round_ or node.after >= round_
+    return node.report.round >= round_ or node.after >= round_
 
 
 def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
@@ -350,7 +365,7 @@ def order(view: View, present: Sequence[str], most: int) -> tuple[str, ...]:
     """
     rank = view.members
     chosen = sorted(present, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.joined[id_]))[:most]
-    by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].topology, view.joined[id_]))
+    by_rank = sorted(chosen, key=lambda id_: (id_ not in rank, rank.get(id_, 0), view.nodes[id_].host.topology, view.joined[id_]))
     if _can_move(view, by_rank):
         place = by_rank.index(view.moves)
         other = place + 1 if place + 1 < len(by_rank) else place - 1

@@ -13,7 +13,22 @@ from elastic_ext.rendezvous.board import RoundMembers, Ruling, Topic
 from elastic_ext.rendezvous.round_records import EndKind
 
 NO_STEP = -1
+MAX_SAVES = 10**6  # on demand, per round
 _Step = Annotated[int, Within(NO_STEP, 2**63 - 1)]  # NO_STEP: unknown
+
+
+@dataclass(frozen=True)
+class SaveOrder:
+    """A save on demand. A node posts which one it wants, the next one; all nodes get the last one that anybody wants."""
+
+    number: Annotated[int, Within(1, MAX_SAVES)]  # in this round, from 1
+
+
+@dataclass(frozen=True)
+class ResumeChoice:
+    """What all nodes resume from (a message of `checkpoints.agreement`). The node of rank 0 writes it into the header itself."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -41,9 +56,7 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Stalled:
-    """All workers of a node stall. workers: how many these are."""
-
-    workers: Count
+    """All workers of a node stall."""
 
 
 def equal(values: Mapping[str, Replicas], members: RoundMembers, now: float) -> Ruling | None:
@@ -73,8 +86,23 @@ def stall(values: Mapping[str, Stalled], members: RoundMembers, now: float) -> R
     return Ruling(NO_PROGRESS, EndKind.STALLED)
 
 
+def next_save(known: SaveOrder | None) -> SaveOrder:
+    """Return the save to ask for. known: the last one that all nodes have got."""
+    return SaveOrder(known.number + 1 if known is not None else 1)
+
+
+def last_save(values: Mapping[str, SaveOrder], members: RoundMembers, now: float) -> Ruling | None:
+    """Have all nodes save if a node wants a save that is newer than the last one. Who wants the same one, gets one."""
+    wanted, known = max(each.number for each in values.values()), SAVE.agreed(members.agreed)
+    if known is not None and wanted <= known.number:
+        return None
+    return Ruling(f"save {wanted} of this round was asked for", agreed=SAVE.for_all(SaveOrder(wanted)))
+
+
 HASHED = Topic("hashed", Replicas, equal)
 STALLED = Topic("stalled", Stalled, stall, must_be_heard=True)
+SAVE = Topic("save", SaveOrder, last_save)
 SAVED = Topic("saved", SaveDone)
+RESUME = Topic("resume", ResumeChoice)
 READY = Topic("ready to leave", ReadyToLeave)
-TOPICS = (HASHED, STALLED, SAVED, READY)
+RULED = (HASHED, STALLED, SAVE)  # those with a rule; those that end the round first stand first

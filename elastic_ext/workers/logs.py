@@ -6,7 +6,7 @@ every version of torch, `reify` is the public hook in which a plug-in sees the e
 torch's own LogsSpecs sets TORCHELASTIC_ERROR_FILE in it.
 
 A relay (`relay.py`) stands between the workers and the console. Each worker's bootstrap opens a named pipe as its fd 2, so the
-relay also gets what C code and child processes write. For a program without a bootstrap (`--no-python`, `bootstrap=off`), torch
+relay also gets what C code and child processes write. For a program without a bootstrap (`--no-python`), torch
 opens it, as it does a file. Two things can differ from a worker that writes to the console itself: its
 stdout is not relayed, so if both go to one place, their order may be off by the time of one read; and a console that is gone
 costs the output, not the worker.

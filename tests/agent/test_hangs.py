@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.hangs import DUMP_FILES, PIPE_FILE, FlightRecorder, reach_by
+from elastic_ext.agent.flight_recorder import DUMP_FILES, PIPE_FILE, FlightRecorder
+from elastic_ext.agent.verdicts import reach_by
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 

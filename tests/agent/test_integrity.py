@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from elastic_ext.agent.companion import LocalWorkers
-from elastic_ext.agent.round import REPORT_S, ReplicaWatch, hashed_by
+from elastic_ext.agent.integrity import REPORT_S, ReplicaWatch, hashed_by
 from elastic_ext.base import records
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.storage import open_storage
@@ -29,7 +29,7 @@ from tests.rendezvous.test_etcd_jobs import wait_for_nodes
 
 SCRIPT = SCRIPTS / "replicated_job.py"
 EVERY, STEPS = 20, 120
-CONF = f"last_call_timeout=0.5,stop_grace=2,hang_timeout=off,integrity_every={EVERY}"
+CONF = f"last_call_timeout=0.5,hang_timeout=off,integrity_every={EVERY}"
 
 
 @pytest.fixture(scope="module")

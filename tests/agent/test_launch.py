@@ -16,6 +16,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.agent import launch
 from elastic_ext.agent.launch import CommandEnd, run_command, unfit
+from elastic_ext.agent.resume import Resuming
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import listing
@@ -41,23 +42,28 @@ def test_nodes_compare_the_arguments_of_a_program(command):
 
 
 @pytest.mark.parametrize(
-    ("command", "settings", "said"),
+    ("command", "said"),
     [
-        (("python", "-u", "no_such.py"), {}, "the script 'no_such.py' does not exist in {here}; nothing was started"),
-        (("no-such-command",), {}, "the command 'no-such-command' was not found or cannot be executed; nothing was started"),
-        (("/no/such/python", "-u", "ok.py"), {}, "the command '/no/such/python' was not found"),
-        (("python", "-u", "ok.py"), {"checkpoint_dir": "ok.py"}, "ok.py is a file"),
+        (("python", "-u", "no_such.py"), "the script 'no_such.py' does not exist in {here}; nothing was started"),
+        (("no-such-command",), "the command 'no-such-command' was not found or cannot be executed; nothing was started"),
+        (("/no/such/python", "-u", "ok.py"), "the command '/no/such/python' was not found"),
     ],
 )
-def test_what_cannot_be_started(tmp_path, monkeypatch, command, settings, said):
+def test_what_cannot_be_started(tmp_path, monkeypatch, command, said):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch.shutil, "which", lambda name: name if name == "python" else None)
     (tmp_path / "ok.py").touch()
     with pytest.raises(UsageError) as error:
-        prepared(*command, **settings)
+        prepared(*command)
     assert said.format(here=tmp_path) in str(error.value)
     prepared("python", "-u", "ok.py")
     prepared("python", "-u", "-m", "no.such.module")
+
+
+def test_checkpoint_dir_is_no_file(tmp_path):
+    (tmp_path / "ok.py").touch()
+    with pytest.raises(UsageError, match=r"ok\.py is a file"):
+        Resuming.check(Settings(checkpoint_dir=str(tmp_path / "ok.py")))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="reads as another user, as only root may; permission bits do not bind root itself")

@@ -18,11 +18,13 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.agent import leaving
-from elastic_ext.agent.leaving import DrainWatch, Published, is_new
+from elastic_ext.agent import drains, leaving
+from elastic_ext.agent.drains import DrainWatch, Published, is_new
+from elastic_ext.agent.published import published
 from elastic_ext.base import threads, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import kubernetes
+from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.round_records import Drain
 from elastic_ext.workers.progress import Progress
 from tests.interrupted import signal_at_line
@@ -184,7 +186,7 @@ def test_an_interrupted_request_can_be_closed():
     files = {leaving.__file__, threads.__file__}
 
     def interrupted(line: int) -> bool:
-        job = SimpleNamespace(part=SimpleNamespace(save_wanted=1))
+        job = SimpleNamespace(part=SimpleNamespace(agreed=lambda topic: topics.SaveOrder(1)))
         on_demand = leaving.SavesOnDemand(job, progress, 1, ("localhost", store.port))
         with suppress(KeyboardInterrupt), signal_at_line(line, files, signal.SIGINT) as told:
             on_demand.update(workers)
@@ -220,7 +222,7 @@ def test_asked_again_after_its_time_an_agent_ends():
 
 @pytest.mark.full
 def test_a_node_does_not_wait_for_late_saves(tmp_path):
-    options = ["--rdzv-conf=stop_grace=0.5,platform_grace=5", "--shutdown-timeout=1"]
+    options = ["--rdzv-conf=platform_grace=5", "--shutdown-timeout=1"]
     variables = {"STOP": str(tmp_path / "stop"), "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
     variables["SAVE_WHEN"] = str(tmp_path / "never")
     with Job([*AGENT, "--nproc-per-node=1", *options, JOB, tmp_path], tmp_path, **variables) as job:
@@ -279,14 +281,13 @@ class Node:
         self.holds = Published("/c/0", 0, lies_there=frozenset({("/c/0", None)}))
         self.went: list[int | None] = []
         self._look = threading.Event()
-        monkeypatch.setattr(leaving, "POLL_S", 0.001)
-        monkeypatch.setattr(leaving, "published", lambda settings: self.holds)
+        monkeypatch.setattr(drains, "POLL_S", 0.001)
         job = SimpleNamespace(
             drain=Drain("n1-1-aaaaaa", "n1", 1, reason="its fan"),
             on_event=self._look.set,
-            part=SimpleNamespace(save_wanted=0, post=lambda topic, ready: self.went.append(ready.step)),
+            part=SimpleNamespace(agreed=lambda topic: None, post=lambda topic, ready: self.went.append(ready.step)),
         )
-        self._watch = DrainWatch(cast("Any", job), None, Settings(checkpoint_dir="/c", local_dir="/local"))
+        self._watch = DrainWatch(cast("Any", job), None, lambda: self.holds, local=True)
 
     def check(self, saves: int, saved_step: int | None) -> bool:
         """The worker has told of so many saves, the last one of this step. Return whether the node can leave."""
@@ -340,7 +341,7 @@ class Files:
         self._written = 0
 
     def look(self) -> Published:
-        return leaving.published(self.settings)
+        return published(self.settings)
 
     def write(self, name: str) -> None:
         torch.save({"weight": torch.zeros(1)}, self.folder / f".{name}")

@@ -79,8 +79,8 @@ def test_pet_variables_win_over_our_defaults(monkeypatch):
 
 
 def test_no_limit_becomes_a_setting():
-    args = settled("--max-restarts=-1", "--rdzv-conf=stop_grace=1")
-    assert (args.max_restarts, args.rdzv_conf) == (0, "stop_grace=1,max_restarts=-1")
+    args = settled("--max-restarts=-1", "--rdzv-conf=lease_ttl=9")
+    assert (args.max_restarts, args.rdzv_conf) == (0, "lease_ttl=9,max_restarts=-1")
 
 
 @pytest.mark.parametrize(

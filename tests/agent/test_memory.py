@@ -11,10 +11,10 @@ import pytest
 from elastic_ext.agent import resume
 from elastic_ext.agent.resume import MemoryCopies, ResumePoint
 from elastic_ext.base import contracts, diagnosis, settings
-from elastic_ext.base.contracts import MemoryRoom, SingleNode, memory_room, resume_variables
+from elastic_ext.base.contracts import MemoryRoom, Resumption, SingleNode, memory_room, resume_variables
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement.messages import NewestSaved, read_offers
-from elastic_ext.checkpoints.agreement.nodes import NodeInRound, Resumption
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.candidates import directory_name

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent import exits
-from elastic_ext.agent.hangs import DUMP_FILES, FlightRecorder
+from elastic_ext.agent.flight_recorder import DUMP_FILES, FlightRecorder
 from elastic_ext.embedded.one_machine import JobFile
 from elastic_ext.failures.ledger import Ledger
 from elastic_ext.workers.bootstrap import error_file

@@ -145,9 +145,9 @@ def test_a_setting_without_a_value_is_one_line(tmp_path, launcher):
 
 def test_wrong_usage_under_torchrun(tmp_path):
     (tmp_path / "ok.py").write_text("print('started')")
-    job = run([*EXT, "--rdzv-conf=stop_grace=31", "ok.py"], tmp_path)
+    job = run([*EXT, "--rdzv-conf=platform_grace=20", "ok.py"], tmp_path)
     assert job.returncode == 78, job.all
     (line,) = [line for line in job.err.splitlines() if " ERROR elastic_ext: " in line]
-    assert "stop_grace=31 must not be more than --shutdown-timeout=30" in line
+    assert "--shutdown-timeout=30 must not be more than platform_grace=20" in line
     assert "started" not in job.out
     assert "Traceback" not in job.err

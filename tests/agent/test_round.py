@@ -15,7 +15,7 @@ from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound, how_to_stop, without_grace
 from elastic_ext.agent.verdicts import failed_workers
 from elastic_ext.base import settings
-from elastic_ext.checkpoints.agreement.nodes import Resumption
+from elastic_ext.base.contracts import Resumption
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostEvidence
 from elastic_ext.rendezvous.contract import EndKind
@@ -58,7 +58,7 @@ def make(tmp_path, children):
         files = {rank: str(tmp_path / str(rank)) for rank in range(len(children))}
         workers = LocalWorkers(processes, table, {0: 6, 1: 7}, files, files)
         ending = EndingWorkers(table, pipe)
-        return RunningRound(workers, ending, {1}, resume_point(pin), None, None, companions)
+        return RunningRound(workers, ending, {1}, resume_point(pin), None, companions)
 
     yield _make
     pipe.close()

@@ -29,21 +29,20 @@ if attempt == "0" and rank == "1":
 
 
 @pytest.mark.seam
-@pytest.mark.full("off", "remote")
+@pytest.mark.full("remote")
 @pytest.mark.parametrize(
     ("conf", "recorded"),
     [
         ("checkpoint_dir=checkpoints", True),
-        ("checkpoint_dir=checkpoints,bootstrap=off", False),
         ("checkpoint_dir=memory://x", False),
     ],
-    ids=["local", "off", "remote"],
+    ids=["local", "remote"],
 )
 def test_each_worker_gets_a_journal(tmp_path: Path, conf: str, recorded: bool) -> None:
     """Also after a restart, whose workers were warm standbys."""
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "script.py").write_text(SCRIPT)
-    options = ["--nproc-per-node=2", "--max-restarts=2", f"--rdzv-conf={conf},last_call_timeout=0.5,stop_grace=2"]
+    options = ["--nproc-per-node=2", "--max-restarts=2", f"--rdzv-conf={conf},last_call_timeout=0.5"]
     job = run([*EXT, *options, "script.py"], tmp_path)
     assert job.returncode == 0, job.all
     told = [line.partition("FOUND ")[2] for line in job.out.splitlines() if "FOUND " in line]

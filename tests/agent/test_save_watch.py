@@ -23,7 +23,7 @@ JOB = str(Path(__file__).parents[1] / "scripts" / "recorded_saves.py")
 @pytest.mark.full("s3", "in_place")
 @pytest.mark.parametrize("way", ["new", "in_place"])
 def test_a_save_that_was_cut_is_passed_over(where: str, tmp_path: Path, way: str) -> None:
-    conf = f"--rdzv-conf=checkpoint_dir={where},last_call_timeout=0.5,stop_grace=2"
+    conf = f"--rdzv-conf=checkpoint_dir={where},last_call_timeout=0.5"
     job = run([*EXT, "--nproc-per-node=2", "--max-restarts=2", conf, JOB, way, where], tmp_path)
     assert job.returncode == 0, job.all
     assert job.out.count("RESUMES step_3\n") == 2, job.all
@@ -38,7 +38,7 @@ def test_two_agents_record_together(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     checkpoints.mkdir()
     where = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job", "--nnodes=2", "--nproc-per-node=1"]
-    conf = "--rdzv-conf=checkpoint_dir=checkpoints,last_call_timeout=1,stop_grace=2"
+    conf = "--rdzv-conf=checkpoint_dir=checkpoints,last_call_timeout=1"
     command = [
         *AGENT,
         "--rdzv-backend=ext_c10d",

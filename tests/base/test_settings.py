@@ -22,10 +22,10 @@ def test_defaults_need_nothing():
 
 def test_rdzv_conf_wins_then_environment_then_file(tmp_path):
     file = tmp_path / "conf.toml"
-    file.write_text('metrics_port = 1\nstop_grace = 2.5\ncheckpoint_dir = "/ckpt"\n')
-    environ = {"ELASTIC_EXT_CONFIG": str(file), "ELASTIC_EXT_METRICS_PORT": "2", "ELASTIC_EXT_STOP_GRACE": "3"}
+    file.write_text('metrics_port = 1\nlease_ttl = 2\ncheckpoint_dir = "/ckpt"\n')
+    environ = {"ELASTIC_EXT_CONFIG": str(file), "ELASTIC_EXT_METRICS_PORT": "2", "ELASTIC_EXT_LEASE_TTL": "3"}
     read = settings.read({"metrics_port": "4"}, environ)
-    assert (read.metrics_port, read.stop_grace, read.checkpoint_dir) == (4, 3.0, "/ckpt")
+    assert (read.metrics_port, read.lease_ttl, read.checkpoint_dir) == (4, 3, "/ckpt")
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,12 @@ def test_a_relative_directory_without_a_working_directory(tmp_path, monkeypatch)
         ({"metrics_prt": "1"}, {}, "did you mean 'metrics_port'"),
         ({"chekpoint_dir": "/x"}, {}, "did you mean 'checkpoint_dir'"),
         ({"join_timeut": "1"}, {}, "did you mean 'join_timeout'"),
-        ({}, {"ELASTIC_EXT_STOPGRACE": "1"}, "did you mean 'stop_grace'"),
+        ({}, {"ELASTIC_EXT_LEASETTL": "1"}, "did you mean 'lease_ttl'"),
         ({"metrics_port": "70000"}, {}, "0 to 65535"),
         ({"metrics_port": "x"}, {}, "port number"),
-        ({"stop_grace": "-1"}, {}, "seconds"),
-        ({"stop_grace": "nan"}, {}, "seconds"),
-        ({"bootstrap": "maybe"}, {}, "on or off"),
+        ({"backoff": "-1"}, {}, "seconds"),
+        ({"backoff": "nan"}, {}, "seconds"),
+        ({"standby": "maybe"}, {}, "on or off"),
         ({"max_restarts": "-2"}, {}, "-1 for no limit"),
         ({"checkpoint_dir": ""}, {}, "non-empty"),
         ({}, {"ELASTIC_EXT_CONFIG": "/no/such/file"}, "/no/such/file"),
@@ -141,8 +141,8 @@ def test_a_ledger_that_is_no_file_is_refused(tmp_path, what):
 
 @pytest.mark.parametrize("text", ["on", "TRUE", "1", "yes", True])
 def test_switches(text):
-    assert settings.read({"bootstrap": text}, {"ELASTIC_EXT_BOOTSTRAP": "off"}).bootstrap is True
-    assert settings.read({}, {"ELASTIC_EXT_BOOTSTRAP": "off"}).bootstrap is False
+    assert settings.read({"standby": text}, {"ELASTIC_EXT_STANDBY": "off"}).standby is True
+    assert settings.read({}, {"ELASTIC_EXT_STANDBY": "off"}).standby is False
 
 
 @pytest.mark.seam
@@ -174,10 +174,26 @@ def test_a_hang_timeout_below_a_second_is_refused(text):
         settings.read({"hang_timeout": text}, {})
 
 
-def test_a_hang_timeout_needs_the_bootstrap():
-    settings.check_times(settings.Settings(hang_timeout=0.0, bootstrap=False), {}, 30)
-    with pytest.raises(UsageError, match="hang_timeout=7 has no effect with bootstrap=off"):
-        settings.check_times(settings.Settings(hang_timeout=7.0, bootstrap=False), {}, 30)
+@pytest.mark.parametrize(("text", "port"), [("off", None), ("OFF", None), ("0", 0), ("9401", 9401)])
+def test_metrics_may_be_off(text, port):
+    assert settings.read({"metrics_port": text}, {}).metrics_port == port
+
+
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("bootstrap", "--no-python python SCRIPT"),
+        ("etcd_data_dir", "set ledger_file to a file in that directory"),
+        ("metrics", "set metrics_port=off"),
+        ("pod_api", "leave it out"),
+        ("preload", "leave it out"),
+        ("stop_grace", "it is 5 s, or --shutdown-timeout"),
+    ],
+)
+def test_a_setting_that_is_gone_is_explained(key, instead):
+    for conf, environ in (({key: "1"}, {}), ({}, {f"ELASTIC_EXT_{key.upper()}": "1"})):
+        with pytest.raises(UsageError, match=f"setting '{key}' in .* is gone: .*{instead}"):
+            settings.read(conf, environ)
 
 
 def test_what_is_no_setting_is_left_alone():
@@ -213,7 +229,6 @@ def test_a_value_that_python_refuses_to_write(value, tmp_path):
 @pytest.mark.parametrize(
     ("own", "conf", "shutdown", "said"),
     [
-        ({"stop_grace": 31.0}, {}, 30, "stop_grace=31 must not be more than --shutdown-timeout=30"),
         ({"platform_grace": 20.0}, {}, 30, "--shutdown-timeout=30 must not be more than platform_grace=20"),
         ({}, {"last_call_timeout": 60, "join_timeout": "30"}, 30, "last_call_timeout=60"),
         ({}, {"keep_alive_interval": "40", "join_timeout": "30"}, 30, "keep_alive_interval=40"),
@@ -226,13 +241,7 @@ def test_contradictory_times(own, conf, shutdown, said):
 
 
 def test_times_that_agree():
-    settings.check_times(settings.Settings(stop_grace=5, platform_grace=30), {"join_timeout": 600, "last_call_timeout": "5"}, 20)
-
-
-def test_stop_grace_follows_a_short_shutdown_timeout():
-    assert settings.stop_grace(settings.Settings(), 30) == 5
-    assert settings.stop_grace(settings.Settings(), 2) == 2
-    assert settings.stop_grace(settings.Settings(stop_grace=0), 30) == 0
+    settings.check_times(settings.Settings(platform_grace=30), {"join_timeout": 600, "last_call_timeout": "5"}, 20)
 
 
 def test_every_setting_says_what_it_is_and_expects():

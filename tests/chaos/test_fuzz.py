@@ -33,7 +33,7 @@ from elastic_ext.failures import ledger as job
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.rendezvous import job_status, rounds
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, NodeHost, RoundReport, State, decode, encode
 from elastic_ext.rendezvous.rounds import Limits, View
 from tests.chaos.fuzzing import CASES, Broken, Fuzz
 from tests.chaos.mutations import mutated, mutated_json, mutated_text, mutated_toml
@@ -75,7 +75,7 @@ def fuzz(request: pytest.FixtureRequest) -> Fuzz:
 
 # Records of etcd.
 
-NODE = Node(after=0, workers=2, role="default", address="10.0.0.1", port=4711, topology="rack1", report="", reported=1)
+NODE = Node(after=0, workers=2, role="default", address="10.0.0.1", port=4711, host=NodeHost("rack1"), report=RoundReport(1))
 HEADER = Header(round=3, state=State.RUNNING, nodes=2, world=4, address="10.0.0.1", port=4711, reason="because", seal="ab")
 PART = Assignment(round=3, rank=1, base_rank=2, base_role_rank=2, role_world=4, seal="ab")
 EVIDENCE = Evidence(rank=3, exit_code=1, exception=RaisedException("builtins.KeyError", "'x'", ("train.py:7 step",)), step=12)
@@ -94,7 +94,7 @@ RECORDS = {
 
 def use_header(data: bytes) -> None:
     header = decode(Header, data, "round")
-    view = View(header, {"n1": NODE}, {"n1": 1}, {"n1": 0}, 0.0)
+    view = View(header, {"n1": NODE}, {"n1": 1}, {"n1": 0}, frozenset(), 0.0)
     rounds.next_action(view, LIMITS, 1.0)
     shown(job_status.JobStatus("job", header, {"n1": NODE}, {"n1": PART}, LEDGER, {}))
     encode(header)
@@ -102,7 +102,14 @@ def use_header(data: bytes) -> None:
 
 def use_node(data: bytes) -> None:
     node = decode(Node, data, "nodes/n1")
-    view = View(HEADER, {"n1": node, "n2": NODE}, {"n1": 1, "n2": 2}, {"n1": 0, "n2": 1}, 0.0)
+    view = View(
+        HEADER,
+        {"n1": node, "n2": NODE},
+        {"n1": 1, "n2": 2},
+        {"n1": 0, "n2": 1},
+        rounds.done(3, ("n1", "n2"), {"n1": node, "n2": NODE}),
+        0.0,
+    )
     rounds.next_action(view, LIMITS, 1.0)
     shown(job_status.JobStatus("job", HEADER, {"n1": node}, {"n1": PART}, LEDGER, {}))
 
@@ -178,7 +185,7 @@ def test_manifests(fuzz: Fuzz) -> None:
 # Settings, rules, evidence.
 
 CONF = {
-    **{"backoff": "1", "preload": "numpy a.b", "lease_ttl": "10", "metrics_port": "0"},
+    **{"backoff": "1", "preload_exclude": "numpy a.b", "lease_ttl": "10", "metrics_port": "0"},
     **{"checkpoint_pattern": "model_{step}.pt", "exit_codes": "design", "verify": "full", "standby": "on", "node_name": "n1"},
 }
 

@@ -67,7 +67,7 @@ with EtcdClient(endpoint, tls=tls, timeout_s=60) as client, client.watch_with_sn
         assert watch.get(60) is not None
 header = decode(Header, kv.value, "the header")
 nodes = {kv.key.decode().rpartition("/")[2]: decode(Node, kv.value, "a node") for kv in kvs}
-links = [[node.address, node.link_port, node_id] for node_id, node in nodes.items()]
+links = [[node.address, node.link.port, node_id] for node_id, node in nodes.items()]
 print(json.dumps({"state": [header.round, header.state.name], "links": links}))
 """
 
@@ -152,7 +152,7 @@ class Attacked:
         return "\n---\n".join(job.err for job in self.jobs)
 
     def start(self, conf: str = "") -> None:
-        conf = f"lease_ttl=30,last_call_timeout=0.5,stop_grace=2,metrics=off{conf}"
+        conf = f"lease_ttl=30,last_call_timeout=0.5,metrics_port=off{conf}"
         for host in self.hosts:
             launcher = [*host.inside, "prlimit", f"--nofile={FILES}:{FILES}", *TORCHRUN]
             how = {"script": "worker.py", "conf": conf, "launcher": launcher, "GLOO_SOCKET_IFNAME": "net0"}

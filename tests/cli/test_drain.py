@@ -236,7 +236,7 @@ def test_of_two_drains_at_once_one_is_refused(server):
     """Three nodes, and the job takes two. Records of a job, and what the command does with them."""
     with EtcdClient(server.endpoint) as client, ThreadPoolExecutor(2) as pool:
         lease = client.lease_grant(600).lease_id
-        client.txn([], [Put(KEYS.job, '{"schema":2,"min_nodes":2,"max_nodes":3}', lease)])
+        client.txn([], [Put(KEYS.job, '{"schema":3,"min_nodes":2,"max_nodes":3}', lease)])
         nodes = [f"{host}-1-abcdef" for host in ("n1", "n2", "n3")]
         client.txn([], [Put(KEYS.node(id_), encode(Node(2, 1, "w", "h", 1)), lease) for id_ in nodes])
         for _ in range(20):

@@ -12,6 +12,7 @@ from elastic_ext.base import files
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.errors import UsageError
 from elastic_ext.cli import main
+from elastic_ext.failures import rules as rules_of_failures
 from elastic_ext.failures import user_rules
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
@@ -250,7 +251,7 @@ def broken_entry_point():
 
 def test_entry_points_bring_rules():
     def point(name):
-        return EntryPoint(name, f"{__name__}:{name}", user_rules.GROUP)
+        return EntryPoint(name, f"{__name__}:{name}", rules_of_failures.GROUP)
 
     assert [rule.name for rule in user_rules.from_entry_points([point("entry_point_rules")])] == ["n", "made"]
     for name in ("broken_entry_point", "not_there", "CASES"):

@@ -13,10 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 from elastic_ext.cli import requests
-from elastic_ext.cli.requests import SaveOutcome, save, save_outcome
+from elastic_ext.cli.requests import SaveOutcome, save, save_outcome, with_save
 from elastic_ext.etcd import EtcdClient, Put
 from elastic_ext.rendezvous import board, topics
-from elastic_ext.rendezvous.header_record import with_save
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, State, encode
 from tests.etcd_server import EtcdServer
@@ -53,7 +52,7 @@ def node(after: int, done: int, step: int = 0) -> Node:
     return Node(after, 2, "default", "localhost", 1, board=posts)
 
 
-ASKED = Header(3, State.RUNNING, 2, 4, save=2)
+ASKED = with_save(with_save(Header(3, State.RUNNING, 2, 4)))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,8 @@ def test_what_became_of_a_request(header, nodes, step, said):
 
 def test_a_save_request_does_not_change_the_reason():
     runs = Header(3, State.RUNNING, 2, reason="n2 has joined")
-    assert with_save(runs) == replace(runs, save=1)
+    assert replace(with_save(runs), agreed=runs.agreed) == runs
+    assert topics.SAVE.agreed(with_save(with_save(runs)).agreed) == topics.SaveOrder(2)
 
 
 @pytest.mark.seam
@@ -126,7 +126,7 @@ def test_requests_that_overlap_are_all_answered(server, tmp_path):
 
 
 def asks(header: Header) -> bool:
-    return header.save > 0
+    return topics.SAVE.agreed(header.agreed) is not None
 
 
 def write(client: EtcdClient, header: Header) -> None:

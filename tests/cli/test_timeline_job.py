@@ -32,7 +32,7 @@ class Nodes:
         self.folder, self.stack = folder, stack
         self.saving, self.finish = folder / "saving", folder / "finish"
         self.saving.touch()
-        conf = f"checkpoint_dir={folder / 'checkpoints'},backoff=1,lease_ttl=15,last_call_timeout=60,stop_grace=2"
+        conf = f"checkpoint_dir={folder / 'checkpoints'},backoff=1,lease_ttl=15,last_call_timeout=60"
         where = [
             "--rdzv-backend=ext_etcd",
             f"--rdzv-endpoint={etcd}",

@@ -25,7 +25,7 @@ from tests.rendezvous.test_etcd_jobs import reports, seen
 pytestmark = pytest.mark.full
 
 PORT = 29400
-CONF = "lease_ttl=10,last_call_timeout=0.5,stop_grace=2,metrics=off"
+CONF = "lease_ttl=10,last_call_timeout=0.5,metrics_port=off"
 ELASTIC = str(SCRIPTS / "elastic_job.py")
 FIRST, SECOND = "10.213.1.2", "10.213.2.2"  # of the two hosts; see `networks`
 BOTH_KNOWN = (f"{FIRST} first", f"{SECOND} second")

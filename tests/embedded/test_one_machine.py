@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
+from elastic_ext.agent.leaving import ask_for_save, save_wanted
 from elastic_ext.base.goodput import PRODUCTIVE, Spent, seconds_of
 from elastic_ext.base.settings import Settings
 from elastic_ext.embedded import one_machine, snapshot
@@ -51,6 +52,15 @@ def fails(job: OneMachine, evidence: Evidence = CRASH) -> JobVerdict:
 def productive(job: OneMachine | JobFile, spent: Spent = SECOND) -> float:
     share = job.share if isinstance(job, JobFile) else job.share_goodput
     return share(spent).spent.by_state[PRODUCTIVE]
+
+
+def test_the_only_node_saves_each_time_it_asks(path):
+    job = machine(path)
+    heard: list[int] = []
+    job.on_event = lambda: heard.append(save_wanted(job.part))
+    for _ in range(2):
+        ask_for_save(job.part)
+    assert heard == [1, 2]
 
 
 def test_the_budget_outlives_the_agent(path):

@@ -86,7 +86,7 @@ def test_a_crash_and_the_end_are_seen(tmp_path):
         etcd = stack.enter_context(EtcdServer(tmp_path / "etcd"))
         seen = stack.enter_context(PrometheusServer(tmp_path / "prometheus", file_sd(sd), change=SHORTER))
         where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={etcd.endpoint}", "--rdzv-id=night", "--nnodes=2"]
-        conf = f"checkpoint_dir={tmp_path / 'checkpoints'},backoff=0,lease_ttl=60,stop_grace=2,metrics_linger=240"
+        conf = f"checkpoint_dir={tmp_path / 'checkpoints'},backoff=0,lease_ttl=60,metrics_linger=240"
         command = [*AGENT, *where, "--max-restarts=3", f"--rdzv-conf={conf}", str(SCRIPTS / "monitored_job.py")]
 
         def start(name: str) -> Job:

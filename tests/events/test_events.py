@@ -360,7 +360,7 @@ def test_events_of_two_nodes_when_one_leaves(server, tmp_path):
     """On etcd. Both write to one file, and number the rounds alike."""
     gate = Gate(tmp_path / "gate")
     command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
-    conf = "--rdzv-conf=lease_ttl=60,last_call_timeout=240,stop_grace=2,platform_grace=60"  # both are there before it is over
+    conf = "--rdzv-conf=lease_ttl=60,last_call_timeout=240,platform_grace=60"  # both are there before it is over
 
     def node(name: str) -> Job:
         where = {"GATE": str(gate.path), "ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"), "ELASTIC_EXT_NODE_NAME": name}

@@ -1,15 +1,11 @@
 """What the host says about a failure: real control groups, a real kernel log, real programs and servers where the test may."""
 
 import contextlib
-import http.server
-import json
 import os
 import random
 import signal
-import ssl
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from pathlib import Path
@@ -20,8 +16,8 @@ from elastic_ext.base import settings
 from elastic_ext.failures import commands, host, kubernetes, slurm
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostProbe, KernelLog, RecoveryAction, Xid, detect, parse_xid
-from tests.etcd_server import Certificates
 from tests.jobs import wait_gone
+from tests.kubernetes.api_server import TOKEN, ApiServer
 from tests.until import LIMIT_S, until
 
 
@@ -388,80 +384,35 @@ def test_what_a_pod_says(pod, reason, target):
     assert kubernetes.platform_of(pod) == Platform("kubernetes", reason, target)
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory):
-    return Certificates.make(tmp_path_factory.mktemp("tls"))
-
-
 @pytest.fixture
-def api_server(certificates, tmp_path):
-    """An API server with one pod, and what a pod that may ask it has: `ask(**environ)`; `asked` holds path and token."""
-    account = tmp_path / "account"
-    account.mkdir()
-    (account / "token").write_text("the-token\n")
-    (account / "namespace").write_text("team-a")
-    (account / "ca.crt").write_text(Path(certificates.path("ca.crt")).read_text())
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        status = 200
-        body = json.dumps({"kind": "Pod", "status": {"conditions": [TARGET]}}).encode()
-        asked: "list[tuple[str, str]]" = []  # noqa: RUF012
-        hang = threading.Event()
-        hangs = False
-
-        def do_GET(self):
-            self.asked.append((self.path, self.headers["Authorization"]))
-            if self.hangs:
-                self.hang.wait()
-            self.send_response(self.status)
-            self.end_headers()
-            self.wfile.write(self.body)
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates.path("server.crt"), certificates.path("server.key"))
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    environ = {
-        "KUBERNETES_SERVICE_HOST": "127.0.0.1",
-        "KUBERNETES_SERVICE_PORT": str(server.server_address[1]),
-        "POD_NAME": "w-0",
-    }
-    yield Handler, account, environ
-    Handler.hang.set()
-    server.shutdown()
-    server.server_close()
-    thread.join(10)
+def api(certificates):
+    server = ApiServer(certificates)
+    yield server
+    server.close()
 
 
 @pytest.mark.seam
-def test_the_api_server_names_our_own_pod(api_server, monkeypatch):
-    handler, account, environ = api_server
-    monkeypatch.setattr(kubernetes, "SERVICE_ACCOUNT", str(account))
-    pod = kubernetes.get_pod(environ, str(account), LIMIT_S)
-    assert kubernetes.platform_of(pod) == Platform("kubernetes", "PreemptionByScheduler", True)
-    assert handler.asked == [("/api/v1/namespaces/team-a/pods/w-0", "Bearer the-token")]
-    assert detect(environ) == Platform("kubernetes")  # not unless the setting says so
-    assert len(handler.asked) == 1
+def test_the_api_server_names_our_own_pod(api, tmp_path):
+    pod = kubernetes.get_pod(api.environ, str(api.account(tmp_path / "account")), LIMIT_S)
+    assert kubernetes.platform_of(pod) == Platform("kubernetes", "EvictionByEvictionAPI", True)
+    assert api.asked == [("/api/v1/namespaces/team-a/pods/train-0-x7k2p", f"Bearer {TOKEN}")]
+    assert detect({"PATH": ""}) == Platform()
+    assert len(api.asked) == 1
 
 
 @pytest.mark.full
-def test_an_api_servers_bad_answer_is_not_known(api_server, certificates):
-    handler, account, environ = api_server
-    handler.status = 403
+def test_an_api_servers_bad_answer_is_not_known(api, certificates, tmp_path):
+    account, environ = api.account(tmp_path / "account"), api.environ
+    api.status = 403
     assert kubernetes.get_pod(environ, str(account), LIMIT_S) is None
-    handler.status, handler.body = 200, b"no json"
+    api.status, api.body = 200, b"no json"
     assert kubernetes.get_pod(environ, str(account), LIMIT_S) is None
-    handler.hangs = True
+    api.released.clear()
     assert kubernetes.get_pod(environ, str(account), 1.0) is None
-    asked = len(handler.asked)
+    asked = len(api.asked)
     (account / "ca.crt").write_text(Path(certificates.path("other-ca.crt")).read_text())
     assert kubernetes.get_pod(environ, str(account), LIMIT_S) is None
-    assert len(handler.asked) == asked  # the token is not given to a server that cannot show who it is
+    assert len(api.asked) == asked  # the token is not given to a server that cannot show who it is
     (account / "token").unlink()
     assert kubernetes.get_pod(environ, str(account), LIMIT_S) is None
     assert kubernetes.get_pod({}, str(account), LIMIT_S) is None
@@ -545,8 +496,8 @@ def test_the_environment_of_slurm(tmp_path):
     assert detect({**environ, "SLURM_JOB_END_TIME": str(int(time.time()) + 3600)}) == Platform("slurm")
     assert slurm.read_environment({"SLURM_JOBID": "7", "SLURM_JOB_END_TIME": "x"}) == slurm.SlurmJob("7")
     assert slurm.read_environment({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == slurm.SlurmJob("7", None, 2)
-    assert slurm.notices({}) == ()
-    assert slurm.notices({"SLURM_JOB_ID": "7"}) == (signal.SIGUSR1, signal.SIGUSR2)
+    assert host.slurm_notices({}) == ()
+    assert host.slurm_notices({"SLURM_JOB_ID": "7"}) == (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @pytest.mark.seam

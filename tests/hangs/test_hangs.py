@@ -145,7 +145,6 @@ def test_where_none_can_come_up_none_is_watched(entrypoint, args, has_one):
     """Functions and other programs run without the bootstrap, so nothing is ever known of their progress."""
     spec = WorkerSpec("", 1, rdzv_handler=None, entrypoint=entrypoint, args=args)  # type: ignore[arg-type]
     assert launch.has_bootstrap(launch.prepare(spec, Settings())) == has_one
-    assert not launch.has_bootstrap(launch.prepare(spec, Settings(bootstrap=False)))
 
 
 @pytest.mark.parametrize(

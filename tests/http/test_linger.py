@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import socket
 import sys
-import urllib.parse
+import time
 import urllib.request
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, EXT, TORCHRUN, Job
 from tests.ports import free_port
-from tests.until import LIMIT_S, until
+from tests.until import LIMIT_S
 
 pytestmark = pytest.mark.full
 
@@ -38,16 +37,19 @@ def status_of(target: str) -> dict[str, object]:
     return json.loads(get(target, "/job.json"))["job"]
 
 
-def start(tmp_path: Path, script: str, launcher: list[str], linger: float = 300) -> Job:
+def start(tmp_path: Path, script: str, launcher: list[str], linger: float = 300, **settings: str) -> Job:
     (tmp_path / "job.py").write_text(script)
-    return Job([*launcher, str(tmp_path / "job.py")], tmp_path, ELASTIC_EXT_METRICS_LINGER=str(linger))
+    environ = {f"ELASTIC_EXT_{name}": value for name, value in {"METRICS_LINGER": str(linger), **settings}.items()}
+    return Job([*launcher, str(tmp_path / "job.py")], tmp_path, **environ)
 
 
 @pytest.mark.seam
 def test_it_ends_once_its_end_was_scraped(tmp_path):
-    with start(tmp_path, FAILS, [*AGENT, "--nproc-per-node=1"]) as job:
-        ((target,),) = [each.groups() for each in job.wait_for(URL)]
+    found, began = tmp_path / "sd", time.time()
+    with start(tmp_path, FAILS, [*AGENT, "--nproc-per-node=1"], METRICS_DISCOVERY_DIR=str(found)) as job:
         job.wait_for(LINGERS)
+        (named,) = [json.loads(each.read_text()) for each in found.iterdir()]
+        (target,) = named[0]["targets"]
         assert json.loads(get(target, "/status.json"))["state"] == "ended"  # that is no scrape
         assert job.process.poll() is None
         last = get(target)
@@ -55,6 +57,9 @@ def test_it_ends_once_its_end_was_scraped(tmp_path):
     assert done.returncode == 65
     assert ENDED in last
     assert CODE in last
+    (ended,) = [float(line.split()[1]) for line in last.splitlines() if line.startswith("elastic_ext_ended_timestamp_seconds ")]
+    assert began < ended <= time.time()
+    assert list(found.iterdir()) == []
     assert "were not scraped" not in done.err
 
 
@@ -149,35 +154,3 @@ def test_another_node_does_not_wait_for_it(request, tmp_path, backend):
         assert status_of(target)["state"] == "succeeded"
         assert ENDED in get(target)
         assert lingering.finish().returncode == 0
-
-
-CONFIG = """
-global: {{scrape_interval: 1s}}
-scrape_configs:
-  - job_name: training
-    honor_labels: true
-    file_sd_configs: [{{files: ["{found}/*.json"]}}]
-"""
-
-
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus")
-def test_prometheus_has_the_end(tmp_path, server):
-    found, port = tmp_path / "sd", free_port()
-    found.mkdir()
-    (tmp_path / "prometheus.yml").write_text(CONFIG.format(found=found))
-    options = ["--config.file=prometheus.yml", "--storage.tsdb.path=tsdb", f"--web.listen-address=127.0.0.1:{port}"]
-    (tmp_path / "job.py").write_text(FAILS)
-    environ = {"ELASTIC_EXT_METRICS_LINGER": "300", "ELASTIC_EXT_METRICS_DISCOVERY_DIR": str(found)}
-    with Job(["prometheus", *options], tmp_path) as prometheus:
-        prometheus.wait_for("Server is ready to receive web requests")
-        with Job([*etcd_job(server), "--nnodes=1", str(tmp_path / "job.py")], tmp_path, **environ) as job:
-            done = job.finish()
-        assert done.returncode == 65
-        assert "were not scraped" not in done.err
-        for series in (CODE, ENDED):
-            query = urllib.parse.quote(f"last_over_time({series.rpartition(' ')[0]}[5m])")
-            until(lambda query=query: values_of(get(f"127.0.0.1:{port}", f"/api/v1/query?query={query}")) == ["1"])
-
-
-def values_of(answer: str) -> list[str]:
-    return [each["value"][1] for each in json.loads(answer)["data"]["result"]]

@@ -25,7 +25,7 @@ from tests.own_etcd.hosts import lose
 
 NAMES = Path("/etc/netns")  # `ip netns exec` puts what it finds there in place of the files in /etc
 PATIENCE_S = 240.0
-CONF = {"lease_ttl": "15", "stop_grace": "2", "backoff": "0", "metrics": "off"}
+CONF = {"lease_ttl": "15", "backoff": "0", "metrics_port": "off"}
 
 
 @dataclass

@@ -177,7 +177,6 @@ def test_changes_are_posted_early_and_at_the_end(trainer, token):
     ],
 )
 def test_it_says_once_what_fails_and_goes_on(trainer, token, capsys, monkeypatch, answer, said):
-    monkeypatch.setattr(script, "LONGEST_S", 0.1)
     if answer == "hang":
         monkeypatch.setattr(script, "REQUEST_S", 1.0)
     trainer.answers = [answer, answer, 200]

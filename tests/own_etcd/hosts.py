@@ -19,7 +19,7 @@ from tests.networks import Host, network
 from tests.until import until
 
 ELASTIC = str(SCRIPTS / "elastic_job.py")
-CONF = "lease_ttl=10,last_call_timeout=0.5,stop_grace=2"
+CONF = "lease_ttl=10,last_call_timeout=0.5"
 GONE_S = 120.0  # a keeper without agents ends after half a minute
 
 
@@ -80,7 +80,7 @@ class OwnEtcdJob:
         **settings: str,
     ) -> Job:
         """inside: the start of the command line, for a host. settings: more of them."""
-        conf = {"metrics": "off", **dict(each.split("=") for each in CONF.split(",")), **settings}
+        conf = {"metrics_port": "off", **dict(each.split("=") for each in CONF.split(",")), **settings}
         if self.secret.name:
             conf.setdefault("job_secret_file", str(self.secret))
         options = [

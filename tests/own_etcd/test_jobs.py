@@ -233,10 +233,10 @@ def test_slurms_signal_to_all_ends_no_etcd(laptop):
     assert laptop.folders() == []
 
 
-def test_an_unwritable_data_dir_is_wrong_usage(laptop):
-    done = laptop.start("1", etcd_data_dir="/proc/no/such").finish()
+def test_an_unwritable_ledger_is_wrong_usage(laptop):
+    done = laptop.start("1", ledger_file="/proc/no/such").finish()
     assert done.returncode == 78, done.err
-    assert "etcd_data_dir=/proc/no/such: No such file or directory" in done.err
+    assert "ledger_file=/proc/no/such: No such file or directory" in done.err
     assert laptop.folders() == []
 
 

@@ -27,7 +27,7 @@ def files(folder: Path) -> list[str]:
 def test_a_jobs_budget_outlives_its_etcd(tmp_path):
     """The first run charges a restart; the second, on another host, has none left. Its end is for good: no file stays."""
     shared = tmp_path / "shared"
-    options = {"etcd_data_dir": str(shared), "max_restarts": "1", "backoff": "0"}
+    options = {"ledger_file": str(shared / "ledger"), "max_restarts": "1", "backoff": "0"}
     with ExitStack() as stack:
         first = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
         agent = first.start("1", ELASTIC, "exit3:0", **options)
@@ -53,7 +53,7 @@ def test_a_jobs_budget_outlives_its_etcd(tmp_path):
 def test_a_job_that_is_done_leaves_no_file(tmp_path):
     with ExitStack() as stack:
         job = OwnEtcdJob(tmp_path, stack, ["localhost"], Path())
-        agent = job.start("1", etcd_data_dir=str(tmp_path / "shared"))
+        agent = job.start("1", ledger_file=str(tmp_path / "shared" / "ledger"))
         agent.wait_for('"attempt": 0')
         job.finish([agent])
         assert files(tmp_path / "shared") == []
@@ -64,7 +64,7 @@ class Etcd:
 
     def __init__(self, stack: ExitStack, folder: Path, host: str, shared: Path, number: int) -> None:
         job = OwnEtcdJob(folder, stack, [host], Path())
-        known = settings.read({"etcd_data_dir": str(shared)}, {})
+        known = settings.read({"ledger_file": str(shared / "ledger")}, {})
         environ = {**os.environ, "SLURM_RESTART_COUNT": str(number)}
         self.attachment = launch.attach(job.endpoint, job.run_id, None, known, environ)
         access = self.attachment.await_access(60)
@@ -110,10 +110,11 @@ def test_records_return_with_their_time_newest_file_wins(tmp_path):
 
 def test_a_file_of_somebody_else_is_passed_over(tmp_path):
     saved = {"schema": 1, "launch": "x", "starts": 1, "revision": 5, "at": 0, "keys": []}
-    (tmp_path / f"{saved_keys._stem('r')}.a.json").write_text("{}")
-    (tmp_path / f"{saved_keys._stem('r')}.b.json").write_text(json.dumps(saved))
-    (tmp_path / f"{saved_keys._stem('other')}.c.json").write_text(json.dumps({**saved, "starts": 9}))
-    assert saved_keys.newest(tmp_path, "r") == saved_keys.SavedFile("x", 1, 5, 0, ())
+    ledger = tmp_path / "ledger[1]"
+    Path(f"{ledger}.{saved_keys._job('r')}.a.json").write_text("{}")
+    Path(f"{ledger}.{saved_keys._job('r')}.b.json").write_text(json.dumps(saved))
+    Path(f"{ledger}.{saved_keys._job('other')}.c.json").write_text(json.dumps({**saved, "starts": 9}))
+    assert saved_keys.newest(str(ledger), "r") == saved_keys.SavedFile("x", 1, 5, 0, ())
 
 
 @pytest.mark.seam

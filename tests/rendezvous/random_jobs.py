@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import Enum
 
+from elastic_ext.agent.leaving import ask_for_save
 from elastic_ext.base.errors import ElasticExtError
 from elastic_ext.cli import requests
 from elastic_ext.embedded.keyspace import Change
@@ -232,7 +233,7 @@ class Invariants:
         """A round begins after another one."""
         if old.state is not State.BROKEN or new.round != old.round + 1:
             self.wrong.append(f"a round out of turn: {new} came after {old}")
-        if not old.verdict and any(node.reported == old.round and node.report for node in self._nodes.values()):
+        if not old.verdict and any(node.report.round == old.round and node.report.failure for node in self._nodes.values()):
             self.wrong.append(f"a failure that nobody has judged: {new} came after {old}")
         if back := [id_ for id_ in drains.released(old) if id_ in self._parts and self._parts[id_].of(new)]:
             self.wrong.append(f"{back} were released: {new} came after {old}")
@@ -274,6 +275,7 @@ class Job:
         absent = [self.kill, self.freeze, self.cut, self.cut_all]
         lost = [self.delete, self.delete, self.overwrite, self.set_up_store]
         always = [self.fail, self.fail, self.late, self.drain, self.leave, self.break_round, self.compact, self.lose_answers]
+        always.append(self.ask)
         self._faults: list[Callable[[], object]] = [*always, *self.random.choice([absent, lost, absent + lost])]
         for _ in range(self.random.randint(least, min(8, least + 4))):
             self.world.after(self.random.random() * 2, self.late)
@@ -307,6 +309,11 @@ class Job:
             self.note(f"{name} comes")
             other = replace(self.limits, max_nodes=self.limits.max_nodes + 1)
             Agent(self.world, name, other if int(name[1:]) % 3 == 2 else self.limits, self.agents)
+
+    def ask(self) -> None:
+        if (agent := self.one()) and agent.stage is Stage.RUNNING:
+            self.note(f"{agent.name} asks for a save")
+            agent.agent.run(lambda: ask_for_save(agent.part))
 
     def kill(self) -> None:
         if agent := self.one():
@@ -381,7 +388,7 @@ class Job:
         ids = [each.name for each in self.agents] or ["n0"]
         key = self.random.choice([*map(KEYS.node, ids), *map(KEYS.assignment, ids), KEYS.job, KEYS.header, KEYS.ledger])
         self.note(f"{key} is overwritten")
-        self._operator.txn([], [Put(key, self.random.choice(["", "{}", '{"schema": 2}']))])
+        self._operator.txn([], [Put(key, self.random.choice(["", "{}", '{"schema": 3}']))])
 
     def set_up_store(self) -> None:
         self.note("the store is set up again")

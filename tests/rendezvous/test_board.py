@@ -8,11 +8,11 @@ from elastic_ext.base.records import encode
 from elastic_ext.failures.joint_evidence import Hashed, difference
 from elastic_ext.rendezvous import board, round_records, topics
 from elastic_ext.rendezvous.board import Posts, RoundMembers, Rules, Ruling, posted
-from elastic_ext.rendezvous.round_records import EndKind, Node, Post
+from elastic_ext.rendezvous.round_records import Agreed, EndKind, Node, Post
 
 ABC = RoundMembers(("a", "b", "c"))
 C_DONE = dataclasses.replace(ABC, done=frozenset("c"), finished_at=80.0)
-STALLS = topics.Stalled(2)
+STALLS = topics.Stalled()
 
 
 def posts(topic, value, round_=3):
@@ -40,7 +40,7 @@ def test_an_unreadable_value_is_no_post(value):
     read = round_records.decode(Node, round_records.encode(record), "nodes/x")
     assert read == record
     assert topics.SAVED.of(read.board, 3) is None
-    assert Rules(topics.TOPICS).rulings({"a": Posts(3, (Post("stalled", value),))}, 3, RoundMembers(("a",)), 0.0) == ()
+    assert Rules(topics.RULED).rulings({"a": Posts(3, (Post("hashed", value),))}, 3, RoundMembers(("a",)), 0.0) == ()
 
 
 def ranks(*values, of=0):
@@ -75,6 +75,27 @@ def test_a_round_stalls_when_all_unfinished_claim_it(stalled, members, found):
     assert topics.stall(dict.fromkeys(stalled, STALLS), members, 100.0) == found
 
 
+@pytest.mark.parametrize(
+    ("wanted", "known", "ordered"), [([1], None, 1), ([1, 1], None, 1), ([1, 2], 1, 2), ([1], 1, None), ([1, 2], 3, None)]
+)
+def test_the_newest_save_is_ordered_once(wanted, known, ordered):
+    """An operator's command writes the order without the rule."""
+    values = {str(number): topics.SaveOrder(each) for number, each in enumerate(wanted)}
+    agreed = board.agree(Agreed(), topics.SAVE.for_all(topics.SaveOrder(known))) if known is not None else Agreed()
+    found = topics.last_save(values, dataclasses.replace(ABC, agreed=agreed), 0.0)
+    assert (topics.SAVE.agreed(board.agree(agreed, found.agreed)) if found else None) == (ordered and topics.SaveOrder(ordered))
+    assert found is None or not (found.warns or found.decides)
+
+
+def test_what_is_agreed_changes_by_topic():
+    one = board.agree(Agreed(), topics.SAVE.for_all(topics.SaveOrder(1)), topics.RESUME.for_all(topics.ResumeChoice("x")))
+    two = board.agree(one, topics.SAVE.for_all(topics.SaveOrder(2)))
+    assert (one.made, two.made, len(two.posts)) == (1, 2, 2)
+    assert (topics.SAVE.agreed(two), topics.RESUME.agreed(two)) == (topics.SaveOrder(2), topics.ResumeChoice("x"))
+    assert board.agree(two, topics.SAVE.for_all(topics.SaveOrder(2))) is two
+    assert topics.SAVE.agreed(Agreed(1, (Post("save", "{"),))) is None
+
+
 def counting(rule):
     asked = []
 
@@ -103,8 +124,9 @@ def test_a_rule_is_asked_again_when_due():
 
 
 def test_each_topic_has_a_name_of_its_own():
-    names = [topic.name for topic in topics.TOPICS]
-    assert len(set(names)) == len(names)
+    known = [topic for topic in vars(topics).values() if isinstance(topic, board.Topic)]
+    assert len({topic.name for topic in known}) == len(known)
+    assert tuple(topic for topic in known if topic.rule is not None) == topics.RULED
     values = {topics.SAVED: topics.SaveDone(1, 5), topics.READY: topics.ReadyToLeave(1), topics.HASHED: ranks("a", "b")}
     for topic, value in values.items():
         assert topic.of(posts(topic, value), 3) == value

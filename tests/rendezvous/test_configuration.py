@@ -50,7 +50,7 @@ def runs(script: str, role: str = "default") -> WorkerProgram:
         ([of("a", checkpoint_dir="/c"), of("b", checkpoint_dir="/c")], ""),
         ([of("a", checkpoint_dir="/c"), of("b")], "checkpoint_dir=/c on a, but not set on b"),
         ([of("a"), of("b", checkpoint_dir="/c")], "checkpoint_dir=/c on b, but not set on a"),
-        ([of("a"), of("b", bootstrap=False), of("c")], "bootstrap=on on a, c, but bootstrap=off on b"),
+        ([of("a"), of("b", verify="off"), of("c")], "verify=sampled on a, c, but verify=off on b"),
         ([of("a", resume_from="/c/d"), of("b", resume_from="/c/d/"), of("c", resume_from="/c/.//d")], ""),
         ([of("a", checkpoint_dir="s3://b/c"), of("b", checkpoint_dir="s3://b/c/")], ""),
         ([of("a", checkpoint_dir="s3://b/c"), of("b", checkpoint_dir="s3://b//c")],
@@ -111,7 +111,7 @@ def test_a_later_node_compares_itself_with_the_job() -> None:
 
 
 def test_no_first_round_while_nodes_differ() -> None:
-    ready, text = Seal(("a", "b"), "2 nodes joined"), "bootstrap=on on a, but bootstrap=off on b"
+    ready, text = Seal(("a", "b"), "2 nodes joined"), "verify=sampled on a, but verify=off on b"
     assert before_first(Header(), ready, lambda order: text * (len(order) == 2)) == Amend(Header(differs=text), text)
     assert before_first(Header(differs=text), ready, lambda _: text) == Wait(text)
     assert before_first(Header(), ready, lambda _: "") == ready

@@ -4,13 +4,14 @@ import dataclasses
 
 import pytest
 
-from elastic_ext.agent.leaving import DrainFacts, DrainPlan, SaveResult, Step, plan_drain
+from elastic_ext.agent.drains import DrainFacts, DrainPlan, Step, plan_drain
+from elastic_ext.agent.leaving import SaveResult
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainAsked, Ending, drain_outcome
 from elastic_ext.etcd.values import KeyValue
 from elastic_ext.rendezvous import board, drains, topics
 from elastic_ext.rendezvous.drains import Answer, DrainRequest, admit
-from elastic_ext.rendezvous.round_records import Drain, Header, Node, State
+from elastic_ext.rendezvous.round_records import Drain, Header, Node, NodeHost, State
 from elastic_ext.rendezvous.running_job import JobRecordsNow
 
 NODES = ("n1-10-aaaaaa", "n1-11-bbbbbb", "n2-10-cccccc", "rack-3-n3-10-dddddd")
@@ -52,13 +53,15 @@ def test_who_may_be_drained(name, header, refused, min_nodes, answer, said):
 @pytest.mark.parametrize("name", ["n1", "n1-10-aaaaaa"])
 def test_one_of_two_machines_of_one_name(name):
     """Both would leave, and neither could come back. Two agents of one machine are no such case; nor is one that does not say."""
-    nodes = {id_: Node(2, 1, "w", f"10.0.0.{number}", 1, machine=f"boot{number}") for number, id_ in enumerate(NODES)}
+    nodes = {
+        id_: Node(2, 1, "w", f"10.0.0.{number}", 1, host=NodeHost(machine=f"boot{number}")) for number, id_ in enumerate(NODES)
+    }
     found = admit(DrainRequest(name, "fan", 60), HEADER, nodes, {}, 1)
     assert (found.answer, found.header, found.nodes) == (Answer.AMBIGUOUS, HEADER, ())
     assert "several machines of the job are called n1 (10.0.0.0, 10.0.0.1)" in found.reason
     assert admit(DrainRequest("n2", "fan", 60), HEADER, nodes, {}, 1).answer is Answer.ADMITTED
     for machine in ("boot0", ""):
-        nodes[NODES[1]] = dataclasses.replace(nodes[NODES[1]], machine=machine)
+        nodes[NODES[1]] = dataclasses.replace(nodes[NODES[1]], host=NodeHost(machine=machine))
         assert admit(DrainRequest(name, "fan", 60), HEADER, nodes, {}, 1).answer is Answer.ADMITTED
 
 
@@ -179,7 +182,7 @@ def test_a_node_that_can_go_is_not_held():
 
 def test_machines_of_one_name_differ_by_boot():
     def node(machine: str, address: str = "10.0.0.1") -> Node:
-        return Node(0, 1, "trainer", address, 1, machine=machine)
+        return Node(0, 1, "trainer", address, 1, host=NodeHost(machine=machine))
 
     nodes = {"a-1-aaaaaa": node("x"), "a-2-bbbbbb": node("x"), "b-1-cccccc": node("y")}
     assert drains.ambiguous_hosts(nodes) == frozenset()

@@ -30,7 +30,7 @@ KEYS = JobKeys("job")
 
 GLOO = str(SCRIPTS / "gloo_job.py")
 ELASTIC = str(SCRIPTS / "elastic_job.py")
-CONF = "lease_ttl=10,last_call_timeout=0.5,stop_grace=2"
+CONF = "lease_ttl=10,last_call_timeout=0.5"
 
 
 class Nodes:
@@ -179,7 +179,7 @@ def test_nodes_join_and_leave_and_ranks_stay(store, nodes):
 @pytest.mark.seam
 def test_a_killed_agent_takes_its_workers_along(store, nodes):
     """The other one learns of it by its link: the lease would end long after the test."""
-    conf = "lease_ttl=900,join_timeout=1800,last_call_timeout=0.5,stop_grace=2"
+    conf = "lease_ttl=900,join_timeout=1800,last_call_timeout=0.5"
     first = nodes.start("a", store.endpoint, "1:2", conf=conf)
     first.wait_for(seen(1, 0))
     second = nodes.start("b", store.endpoint, "1:2", conf=conf)
@@ -347,7 +347,7 @@ def test_a_spare_waits_while_the_job_trains(nodes, server):
     """join_timeout is for a job that does not train: a scheduler counts each 75 of a spare as a failure."""
     first = nodes.start("a", server.endpoint, "1")
     first.wait_for(seen(1, 0))
-    spare = nodes.start("b", server.endpoint, "1", conf="lease_ttl=2,last_call_timeout=0.5,stop_grace=2,join_timeout=3")
+    spare = nodes.start("b", server.endpoint, "1", conf="lease_ttl=2,last_call_timeout=0.5,join_timeout=3")
     wait_for_nodes(server, 2)
     with pytest.raises(subprocess.TimeoutExpired):
         spare.process.wait(4.5)

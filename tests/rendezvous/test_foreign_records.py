@@ -26,7 +26,7 @@ from elastic_ext.failures.policy import STOP_CODES, Action
 from elastic_ext.rendezvous import round_records
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, State
+from elastic_ext.rendezvous.round_records import Assignment, Header, Node, RecordReader, RoundReport, State
 from tests.chaos.mutations import mutated_json
 from tests.etcd_client import EtcdClient
 from tests.failures.test_ledger import RULES, report
@@ -37,9 +37,11 @@ PREFIX = JobKeys("job").prefix
 DEEP = b"[" * 100_000
 LEDGER, VERDICT = judge({"a": report("ha", "NameError", "x")}, Ledger(), RULES, 3)
 GOOD: dict[str, bytes] = {
-    "job": b'{"schema": 2, "min_nodes": 1, "max_nodes": 2}',
+    "job": b'{"schema": 3, "min_nodes": 1, "max_nodes": 2}',
     "round": round_records.encode(Header(3, State.CLOSED, 1, 1, "h", 9, "why", "seal", job.encode_verdict(VERDICT))),
-    "nodes/a": round_records.encode(Node(3, 1, "r", "h", 9, report=job.encode_report(report("ha", signal="SIGKILL")))),
+    "nodes/a": round_records.encode(
+        Node(3, 1, "r", "h", 9, report=RoundReport(3, job.encode_report(report("ha", signal="SIGKILL"))))
+    ),
     "assign/a": round_records.encode(Assignment(3, 0, 0, 0, 1, "seal")),
     "ledger": job.encode_ledger(LEDGER).encode(),
     "refused/h": b"it failed",
@@ -49,10 +51,10 @@ GOOD: dict[str, bytes] = {
 def forged(random_: random.Random, good: bytes) -> bytes:
     """A record that others have written over, or only a record that it carries as text."""
     value = json.loads(good) if good.startswith(b"{") else {}
-    inner = next((name for name in ("verdict", "report") if value.get(name)), None)
-    if inner is None or random_.random() < 0.5:
+    within, name = (value["report"], "failure") if "report" in value else (value, "verdict")
+    if not within.get(name) or random_.random() < 0.5:
         return mutated_json(good, random_)
-    value[inner] = mutated_json(value[inner].encode(), random_).decode(errors="surrogateescape")
+    within[name] = mutated_json(within[name].encode(), random_).decode(errors="surrogateescape")
     return json.dumps(value).encode()
 
 

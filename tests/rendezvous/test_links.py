@@ -27,12 +27,12 @@ from elastic_ext.rendezvous import handshake, links, presence, rounds
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.links import DEAD, LinkEnd, Links, Peer, Peers
 from elastic_ext.rendezvous.presence import Standing, in_thread
-from elastic_ext.rendezvous.round_records import Assignment, Node, RecordReader, encode
+from elastic_ext.rendezvous.round_records import Assignment, LinkPort, Node, RecordReader, encode
 from elastic_ext.rendezvous.round_store import listen_at
 from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.etcd_server import EtcdServer
-from tests.jobs import ROOT, descendants, wait_gone
+from tests.jobs import ROOT, descendants, stop_grace, wait_gone
 from tests.ports import free_port
 from tests.rendezvous.test_etcd_jobs import Nodes, reports
 from tests.until import until
@@ -153,7 +153,7 @@ class Agent:
         self.reached_at(self.links.port)
 
     def reached_at(self, port: int) -> None:
-        node = Node(0, 1, "", "127.0.0.1", 1, link_port=port, link_key=self.links.key)
+        node = Node(0, 1, "", "127.0.0.1", 1, link=LinkPort(port, self.links.key))
         self.client.put(KEYS.node(self.name), encode(node), lease_id=self.lease)
 
     def in_job(self) -> bool:
@@ -653,7 +653,7 @@ def test_no_request_grows_with_lost_links(server, stack):
 # Real agents.
 
 
-CONF = "lease_ttl=300,last_call_timeout=30,stop_grace=2"  # the lease is longer than a test may take
+CONF = "lease_ttl=300,last_call_timeout=30"  # the lease is longer than a test may take
 
 
 UNHURRIED = "from elastic_ext.rendezvous import links\nlinks.SUSPECT_S = links.DECIDE_S = 600.0\n"
@@ -703,9 +703,9 @@ def test_a_killed_agents_reaper_gets_its_time(server: EtcdServer, nodes: Nodes, 
 
 
 @pytest.mark.full
-def test_a_wrongly_declared_node_kills_its_workers(server: EtcdServer, nodes: Nodes) -> None:
+def test_a_wrongly_declared_node_kills_its_workers(server: EtcdServer, nodes: Nodes, tmp_path: Path) -> None:
     """Not with the usual grace: the others may have begun the next round."""
-    patient = {"conf": CONF.replace("stop_grace=2", "stop_grace=600"), "PET_SHUTDOWN_TIMEOUT": "600"}
+    patient = {"conf": CONF, "PET_SHUTDOWN_TIMEOUT": "600", **stop_grace(tmp_path, 600)}
     jobs = [nodes.start("a", server.endpoint, "1:2", conf=CONF), nodes.start("b", server.endpoint, "1:2", "deaf:0", **patient)]
     nodes.wait_for(r'"world": 2')
     (worker,) = [line["pid"] for line in reports(jobs[1]) if line["world"] == 2]

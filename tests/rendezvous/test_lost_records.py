@@ -35,7 +35,7 @@ from tests.rendezvous.test_etcd_jobs import Nodes, reports, seen, wait_for_nodes
 
 PREFIX = JobKeys("job").prefix
 BACK_S = 60.0  # for all to be as before; a failed test waits for it, no other
-GRACE_S = 60.0  # that an agent has to end: stop_grace, and what its threads may be in
+GRACE_S = 60.0  # that an agent has to end: 5 s for its workers, and what its threads may be in
 
 
 class Trio(Nodes):
@@ -49,7 +49,7 @@ class Trio(Nodes):
         self.shared, self.link = (stack.enter_context(Proxy(port)) for _ in range(2))
         for name in "abc":
             endpoint = (self.link if name == "c" else self.shared).endpoint
-            self.start(name, endpoint, "3", conf=f"lease_ttl={ttl_s},last_call_timeout=0.5,stop_grace=2")
+            self.start(name, endpoint, "3", conf=f"lease_ttl={ttl_s},last_call_timeout=0.5")
         self.wait_for(seen(3, 0))
         self.workers = [line["pid"] for line in reports(*self.jobs.values())]
         self.until(lambda: len(self.keys("nodes/")) == len(self.keys("assign/")) == 3)

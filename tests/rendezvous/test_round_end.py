@@ -157,7 +157,7 @@ def test_no_node_restarts_again_and_again_alone(monkeypatch, evidence, alive_s, 
 def test_an_unheard_hang_ends_the_round(monkeypatch, claims, kind):
     """Nobody else can end it. Without a claim the workers train, whatever the store does."""
     part = part_of(monkeypatch, RUNS, unwritten=True)
-    part.post(topics.STALLED, topics.Stalled(1) if claims else None)
+    part.post(topics.STALLED, topics.Stalled() if claims else None)
     ended = part.over()
     assert (ended.kind if ended is not None else None) is kind
 

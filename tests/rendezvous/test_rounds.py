@@ -7,7 +7,19 @@ import pytest
 from elastic_ext.base.records import RecordError
 from elastic_ext.failures.joint_evidence import Reach
 from elastic_ext.rendezvous import board, rounds, topics
-from elastic_ext.rendezvous.round_records import Assignment, Drain, EndKind, Header, Node, State, decode, encode
+from elastic_ext.rendezvous.round_records import (
+    Agreed,
+    Assignment,
+    Drain,
+    EndKind,
+    Header,
+    Node,
+    NodeHost,
+    RoundReport,
+    State,
+    decode,
+    encode,
+)
 from elastic_ext.rendezvous.rounds import Amend, Conclude, End, Limits, Release, Seal, View, Wait, lost, next_action
 
 
@@ -17,15 +29,16 @@ def node(after=0, workers=2, **more):
 
 def view(header, nodes, members=(), last_arrival=0.0, **more):
     joined = {id_: at for at, id_ in enumerate(nodes)}
-    return View(header, nodes, joined, {id_: rank for rank, id_ in enumerate(members)}, last_arrival, **more)
+    done = rounds.done(header.round, members, nodes)
+    return View(header, nodes, joined, {id_: rank for rank, id_ in enumerate(members)}, done, last_arrival, **more)
 
 
 LIMITS = Limits(2, 4, last_call_s=5)
 RUNNING = Header(3, State.RUNNING)
 BROKEN = Header(3, State.BROKEN)
 JUDGED = Header(3, State.BROKEN, verdict="restart")
-FAILED = node(reported=3, report="it failed")
-FOLLOWS = dataclasses.replace(FAILED, follows=True)
+FAILED = node(report=RoundReport(3, "it failed"))
+FOLLOWS = node(report=RoundReport(3, "it failed", follows=True))
 NO_CAUSE = "all failures reported so far follow from another one; no report yet from node b"
 ONE_FAILED = "workers of node a failed"
 BOTH_FAILED = "workers of 2 nodes (including a) failed"
@@ -89,7 +102,7 @@ def test_lost_are_members_gone_released_or_cut_off():
         (view(BROKEN, {"a": FAILED}, "ab", reported_at=7), 7, Conclude(("a",), "workers of node a failed")),  # b is lost
         (view(JUDGED, {"a": FAILED, "b": node(3)}, "ab", reported_at=7), 7, A_STOPS),
         (view(JUDGED, {"a": node(3), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
-        (view(BROKEN, {"a": node(3, reported=2, report="old"), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
+        (view(BROKEN, {"a": node(3, report=RoundReport(2, "old")), "b": node(3)}, "ab"), 7, Seal(("a", "b"), "2 nodes joined")),
         (view(Header(3, State.CLOSED, reason="x"), {"a": node(), "b": node()}, "ab"), 99, Wait("the job is over: x")),
         # After an outage.
         (view(OF_TWO, {"a": node()}, "ab", **OUTAGE), 9, Wait(BACK, 10.0)),
@@ -153,6 +166,25 @@ def test_the_boards_first_ruling_counts(rulings, action):
     """Also if all nodes but one are done: what differs counts."""
     nodes = {"a": node(), "b": node(done=3)}
     assert next_action(view(RUNNING, nodes, "ab", rulings=rulings), LIMITS, 0) == action
+
+
+SAVE = topics.SAVE.for_all(topics.SaveOrder(1))
+ORDERED = dataclasses.replace(RUNNING, agreed=Agreed(1, (SAVE,)))
+ASKED = board.Ruling("save 1 was asked for", agreed=SAVE)
+
+
+@pytest.mark.parametrize(
+    ("header", "rulings", "more", "action"),
+    [
+        (RUNNING, (ASKED,), {}, Amend(ORDERED, "save 1 was asked for")),
+        (RUNNING, (HELD_UP, ASKED), {"returning_until": 9.0}, Amend(ORDERED, "save 1 was asked for")),
+        (ORDERED, (ASKED,), {}, Wait("running")),
+        (RUNNING, (ASKED, DIFFERS), {}, End(State.BROKEN, "they differ", EndKind.DIFFERS)),
+    ],
+)
+def test_what_rules_find_for_all_reaches_all(header, rulings, more, action):
+    """Also while the leader waits for something else, once, and not with the end of the round."""
+    assert next_action(view(header, {"a": node(), "b": node()}, "ab", rulings=rulings, **more), LIMITS, 0) == action
 
 
 def test_rules_hear_of_those_that_are_there():
@@ -265,7 +297,7 @@ JOB = Header(3, State.RUNNING, seal="s", job="j")
         (JOB, dataclasses.replace(JOB, state=State.BROKEN), True),
         (JOB, dataclasses.replace(JOB, state=State.CLOSED), True),
         (dataclasses.replace(JOB, state=State.BROKEN), dataclasses.replace(JOB, state=State.BROKEN, verdict="v"), True),
-        (JOB, dataclasses.replace(JOB, save=1), True),
+        (JOB, dataclasses.replace(JOB, agreed=Agreed(1)), True),
         (JOB, dataclasses.replace(JOB, drains_made=1), True),
         (dataclasses.replace(JOB, drains_made=1), JOB, False),
         (JOB, dataclasses.replace(JOB, round=4, seal="t"), True),
@@ -281,7 +313,7 @@ def test_which_header_comes_back(found, known, brought_back):
 
 
 def test_topology_orders_strangers():
-    seen = view(Header(), {id_: node(topology=rack) for id_, rack in zip("abcd", ("r2", "r1", "r2", "r1"), strict=True)})
+    seen = view(Header(), {id_: node(host=NodeHost(rack)) for id_, rack in zip("abcd", ("r2", "r1", "r2", "r1"), strict=True)})
     assert next_action(seen, LIMITS, 0).order == ("b", "d", "a", "c")
 
 
@@ -307,12 +339,12 @@ def test_records(record):
 
 def test_a_header_without_an_end_field_is_valid():
     """As version 0.1 wrote them."""
-    assert decode(Header, b'{"schema":2,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
+    assert decode(Header, b'{"schema":3,"round":4,"state":"broken"}', "k") == Header(4, State.BROKEN)
 
 
 @pytest.mark.parametrize(
     "value",
-    [b"", b"{", b"[]", b"null", b"{}", b'{"schema":3}', b'{"schema":2}', b'{"schema":2,"round":1,"state":"odd"}', b"\xff"],
+    [b"", b"{", b"[]", b"null", b"{}", b'{"schema":2}', b'{"schema":3}', b'{"schema":3,"round":1,"state":"odd"}', b"\xff"],
 )
 def test_an_invalid_record_is_refused_in_one_line(value):
     with pytest.raises(RecordError, match="the/key") as error:

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 
+from elastic_ext.agent.leaving import ask_for_save, save_wanted
 from elastic_ext.agent.verdicts import Verdicts, for_others
 from elastic_ext.base.diagnosis import Response
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
 from elastic_ext.cli import requests
-from elastic_ext.cli.requests import DrainOutcome, Ending
+from elastic_ext.cli.requests import DrainOutcome, Ending, with_save
 from elastic_ext.etcd import Delete, Put, Unavailable
 from elastic_ext.failures.ledger import (
     JobStopped,
@@ -37,7 +38,7 @@ from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
 from elastic_ext.rendezvous.job_records import LateJoins
 from elastic_ext.rendezvous.judging import AgentPolicy, Judgement, RoundReports
-from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, State, decode, encode
+from elastic_ext.rendezvous.round_records import Assignment, EndKind, Header, NodeHost, State, decode, encode
 from elastic_ext.rendezvous.round_records import Node as Record
 from elastic_ext.rendezvous.rounds import JOIN_WINDOW_S, Limits
 from elastic_ext.rendezvous.tasks import HostRefused
@@ -49,7 +50,7 @@ TTL_S = 10
 JOBS = int(os.environ.get("ELASTIC_EXT_TEST_JOBS", 200))
 SEED = int(os.environ.get("ELASTIC_EXT_TEST_SEED", 0))
 PARTS = 4
-GARBLED = ["", "{}", '{"schema": 2}', '{"schema": 3}']
+GARBLED = ["", "{}", '{"schema": 3}', '{"schema": 4}']
 
 
 def no_answer() -> None:
@@ -162,7 +163,7 @@ def test_what_was_said_last_stays_said():
     few = Few("a")
     node = few.nodes["a"]
     node.client.before("/nodes/a", no_answer)
-    node.part.post(topics.STALLED, topics.Stalled(1))
+    node.part.post(topics.STALLED, topics.Stalled())
     few.world.run(0.1)
     node.part.post(topics.STALLED, None)
     few.world.run(1.0)
@@ -174,11 +175,11 @@ def test_what_is_said_again_is_not_written():
     """Agents repeat their claims at each check."""
     few = Few("a")
     node = few.nodes["a"]
-    node.part.post(topics.STALLED, topics.Stalled(1))
+    node.part.post(topics.STALLED, topics.Stalled())
     few.until_says("a", lambda said: topics.STALLED.of(said.board, 1) is not None)
     before = few.client.get(KEYS.node("a")).kv
     for _ in range(5):
-        node.part.post(topics.STALLED, topics.Stalled(1))
+        node.part.post(topics.STALLED, topics.Stalled())
     node.part.post(topics.SAVED, SAVED)
     few.until_says("a", has_saved)
     assert few.client.get(KEYS.node("a")).kv.version == before.version + 1
@@ -533,17 +534,34 @@ def test_a_late_request_revives_no_round():
     few = Few("ab")
     node = few.nodes["b"]
     over = dataclasses.replace(node.participant.header, state=State.BROKEN)
-    node.client.before("/job/round", lambda: few.client.put(KEYS.header, encode(over)))
-    node.part.request_save()
+    few.nodes["a"].client.before("/job/round", lambda: few.client.put(KEYS.header, encode(over)))
+    ask_for_save(node.part)
     few.world.run(TTL_S)
     assert stored(few.world) == over
     assert few.headers() == [(1, State.RUNNING), (1, State.BROKEN)]
 
 
+def test_a_save_is_asked_of_all_nodes():
+    """Once for all that ask at the same time, by post or by command; again for who asks once it is known."""
+    few = Few("abc")
+    for name in "bc":
+        ask_for_save(few.nodes[name].part)
+    few.client.put(KEYS.header, encode(with_save(few.nodes["a"].participant.header)))
+    few.world.run(1)
+    assert [save_wanted(few.nodes[name].part) for name in "abc"] == [1, 1, 1]
+    ask_for_save(few.nodes["b"].part)
+    few.world.run(1)
+    assert [save_wanted(few.nodes[name].part) for name in "abc"] == [2, 2, 2]
+    assert stored(few.world).agreed.made == 2
+    few.break_round("c")
+    few.next_round(2)
+    assert [save_wanted(few.nodes[name].part) for name in "abc"] == [0, 0, 0], "what was asked in a round that is over"
+
+
 def test_an_assignment_is_restored_although_the_header_changes():
     few = Few("ab")
     node = few.nodes["b"]
-    save = dataclasses.replace(node.participant.header, save=1)
+    save = with_save(node.participant.header)
     node.client.before("/assign/b", lambda: few.client.put(KEYS.header, encode(save)))
     few.client.delete(KEYS.assignment("b"))
     few.world.until(lambda: is_whole(few))
@@ -842,7 +860,7 @@ def test_a_name_of_two_machines_is_not_refused():
     client, refused = Client(World()), []
     lease_id = client.lease_grant(600).lease_id
     for number in range(2):
-        node = Record(1, 1, "", f"10.0.0.{number}", 1, machine=f"boot{number}")
+        node = Record(1, 1, "", f"10.0.0.{number}", 1, host=NodeHost(machine=f"boot{number}"))
         client.txn([], [Put(KEYS.node(f"gpu-{number}-abcdef"), encode(node), lease_id=lease_id)])
         LateJoins(client, KEYS, "gpu", 60, 0).entered(7, AT_ONCE)
         refused.append(client.get(KEYS.refusal("gpu")).kv is not None)

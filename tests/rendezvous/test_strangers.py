@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import json
 import os
-import resource
 import socket
 import threading
 from collections import Counter
@@ -28,15 +26,13 @@ from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
-from elastic_ext.rendezvous.round_records import Header, Node, State, decode
+from elastic_ext.rendezvous.round_records import Agreed
 from elastic_ext.rendezvous.round_store import serve
 from tests.checkpoints.agreement.test_agreement import exchanges_of, save
-from tests.etcd.proxy import Proxy
 from tests.etcd_client import EtcdClient
 from tests.jobs import AGENT, Gate, Job, descendants, open_files
 from tests.ports import free_port
 from tests.rendezvous.test_etcd_jobs import wait_for_nodes
-from tests.until import until
 
 KEYS = JobKeys("job")
 LONG_S = 60.0
@@ -257,7 +253,7 @@ def test_on_etcd_one_choice_lasts_one_round(agents):
     assert one.part.exchange.choice(LONG_S) == "7"
     one.part.break_off("once more")
     meet(zero, one)
-    assert zero._place.participant.header.resume == one._place.participant.header.resume == ""
+    assert {of._place.participant.header.agreed for of in (zero, one)} == {Agreed()}
     with pytest.raises(RoundOver):
         old.publish("stale")
     waits = started(lambda: one.part.exchange.choice(LONG_S))
@@ -325,64 +321,3 @@ def test_on_etcd_without_local_disks_none_is_asked(agents):
     with EtcdClient(agents.endpoint) as client:
         zero.part.exchange.publish("7")
         assert client.get_prefix("/elastic_ext/job/offers/").kvs == ()
-
-
-# Who reaches the agents' links.
-
-TRAINS = """
-import time
-import torch, torch.distributed as dist
-dist.init_process_group("gloo")
-with open(f"steps-{dist.get_rank()}", "ab", buffering=0) as steps:
-    while True:
-        dist.all_reduce(torch.ones(1))
-        steps.write(b".")
-        time.sleep(0.02)
-"""
-STEPS = 150  # three seconds: longer than a node looks whether it was declared dead
-MADE_UP, IDLE = 500, 500  # for each node
-
-
-def open_and_close(links: dict[str, int], number: int) -> None:
-    """What somebody can do who knows the job, each node's id and its port, but no key. links: ports, by node id."""
-    for node_id, port in links.items():
-        made_up = f'"job": "job", "node": "made-up-{number}", "to": "{node_id}"'
-        for line in (f'{{"schema": 1, {made_up}}}\n', f'{{"schema": 2, {made_up}, "nonce": "n", "proof": "p"}}\n'):
-            with socket.create_connection(("127.0.0.1", port), LONG_S) as link, contextlib.suppress(ConnectionError):
-                link.sendall(line.encode())
-
-
-@pytest.mark.full
-def test_strangers_at_the_links_end_no_round(store, nodes, tmp_path, stack):
-    """Made-up names, one link that ends while the store does not answer, and idle connections."""
-    (tmp_path / "worker.py").write_text(TRAINS)
-    steps = tmp_path / "steps-0"
-    to_store = stack.enter_context(Proxy(int(store.endpoint.rpartition(":")[2])))
-    trained = {"script": "worker.py", "conf": "lease_ttl=300,last_call_timeout=30", "GLOO_SOCKET_IFNAME": "lo"}
-    jobs = [nodes.start(name, to_store.endpoint, "2:2", **trained) for name in "ab"]
-    client = stack.enter_context(EtcdClient(store.endpoint))
-
-    def await_steps(count: int) -> None:
-        enough = steps.stat().st_size + count
-        until(lambda: steps.stat().st_size > enough)
-        header = decode(Header, client.get(KEYS.header).kv.value, "the header")
-        assert (header.round, header.state) == (1, State.RUNNING), "".join(job.err for job in jobs)
-
-    until(steps.exists)
-    kvs = client.get_prefix(KEYS.nodes).kvs
-    links = {kv.key.decode().rpartition("/")[2]: decode(Node, kv.value, "a node").link_port for kv in kvs}
-    assert len(links) == 2
-    assert all(links.values())
-    for number in range(MADE_UP):
-        open_and_close(links, number)
-    to_store.hold(0, new=True)
-    open_and_close(links, MADE_UP)
-    await_steps(STEPS)
-    to_store.release()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
-    stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
-    for port in [*links.values()] * IDLE:
-        stack.enter_context(socket.create_connection(("127.0.0.1", port), LONG_S))
-    await_steps(1)
-    assert "stopping its workers" not in "".join(job.err for job in jobs)

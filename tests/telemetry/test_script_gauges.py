@@ -53,7 +53,7 @@ def test_gauges_end_with_their_workers(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("launcher", "settings"), [(STOCK, {}), (AGENT, {"ELASTIC_EXT_METRICS": "off"})])
+@pytest.mark.parametrize(("launcher", "settings"), [(STOCK, {}), (AGENT, {"ELASTIC_EXT_METRICS_PORT": "off"})])
 def test_a_script_that_reports_runs_without_readers(tmp_path, launcher, settings):
     (tmp_path / "job.py").write_text("import elastic_ext\nelastic_ext.report(loss=1)\nprint('reported', flush=True)")
     done = run([*launcher, "--nproc-per-node=2", tmp_path / "job.py"], tmp_path, **settings)

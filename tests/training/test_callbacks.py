@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(3 * SLOW_S)
 
 def job(folder: Path, script: str, steps: int, workers: int = 2, shutdown_s: int = 3, **variables: str) -> Job:
     checkpoints = folder / "checkpoints"
-    conf = f"--rdzv-conf=checkpoint_dir={checkpoints},stop_grace=1,platform_grace={shutdown_s + 57}"
+    conf = f"--rdzv-conf=checkpoint_dir={checkpoints},platform_grace={shutdown_s + 57}"
     # Lightning's workers do not end on SIGTERM, so their grace is waited for.
     options = [f"--nproc-per-node={workers}", "--max-restarts=1", f"--shutdown-timeout={shutdown_s}", conf]
     return Job([*AGENT, *options, SCRIPTS / script, checkpoints, str(steps)], folder, **VARIABLES, **variables)

@@ -118,7 +118,7 @@ def released(argv: "list[str]", cwd: Path, env: "dict[str, str]", streams: "dict
         server = ServerProcess([sys.executable, "-u"], shared, os.path.join(folder, "output"), str(cwd))
         try:
             nothing = Path(folder, "modules")
-            told = {"modules": [], "wanted": [], "excluded": [], "script_dir": str(cwd), "program": list(argv), "origins": {}}
+            told = {"modules": [], "excluded": [], "script_dir": str(cwd), "program": list(argv), "origins": {}}
             nothing.write_text(json.dumps(told))
             server.preload(str(nothing))
             assert server.receive_ready() is not None, server.how_it_ended()

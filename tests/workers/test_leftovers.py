@@ -56,7 +56,7 @@ def test_a_restart_spares_daemons_an_agents_death_none(tmp_path: Path) -> None:
     """The second round's worker was a warm standby, if one was ready."""
     (tmp_path / "leaves.py").write_text(SCRIPT)
     (tmp_path / "checkpoints").mkdir()
-    options = ["--nproc-per-node=1", "--max-restarts=1", "--rdzv-conf=checkpoint_dir=checkpoints,metrics=off"]
+    options = ["--nproc-per-node=1", "--max-restarts=1", "--rdzv-conf=checkpoint_dir=checkpoints,metrics_port=off"]
     with Job([*AGENT, *options, "leaves.py"], tmp_path, forks=False) as job:
         cache, holder, late = (int(job.wait_for(rf"(?m)^{name} (\d+)$")[0][1]) for name in ("cache", "holder", "late"))
         try:

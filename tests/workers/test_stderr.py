@@ -457,7 +457,6 @@ config["lr"]
     [
         pytest.param(["--no-python", "bash", "-c", f"{sys.executable} fails.py"], id="command"),
         pytest.param(["--no-python", sys.executable, "-X", "dev", "fails.py"], id="other-options-off"),
-        pytest.param(["--rdzv-conf=bootstrap=off", "fails.py"], id="bootstrap-off"),
     ],
 )
 def test_programs_without_bootstrap_leave_their_traceback(tmp_path, how):

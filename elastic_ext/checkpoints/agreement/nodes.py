@@ -17,13 +17,13 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import TypeVar
 
 from elastic_ext.base import waits
-from elastic_ext.base.contracts import Exchange, resume_variables
+from elastic_ext.base.contracts import Exchange, Resumption
 from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, StorageAway, UsageError
 from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError
@@ -54,35 +54,6 @@ _LACKS = {
     Tier.NAMED: "in a directory other than checkpoint_dir, but resume_from on this node names none: set the same resume_from "
     "on all nodes",
 }
-
-
-@dataclass(frozen=True)
-class Resumption:
-    """The checkpoint that a round resumes from."""
-
-    path: str = ""  # local path or URL of the checkpoint; "": the round begins from nothing
-    # step, reason, passed_over: see `Agreement`.
-    step: int | None = None
-    reason: str = ""
-    passed_over: bool = False
-    local: bool = False  # it is in the nodes' local directories; `path` is this node's part of it
-    lost: str = ""  # why a newer copy in the nodes' memory is not used; "": no copy is newer. Only node 0 knows
-    # By rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
-    files: Mapping[int, str] = field(default_factory=dict)
-    save_number: int | None = None  # see `Agreement`
-
-    @property
-    def at(self) -> int | None:
-        """The step at which the round begins; None if unknown."""
-        return self.step if self.path or self.passed_over else 0
-
-    @property
-    def variables(self) -> dict[str, str]:
-        return resume_variables(self.path, self.step)
-
-    def variables_of(self, rank: int) -> dict[str, str]:
-        """The same for one rank, which gets the path of its own file; empty if it gets what all get."""
-        return resume_variables(self.files[rank], self.step) if rank in self.files else {}
 
 
 @dataclass(frozen=True)

@@ -98,9 +98,7 @@ class StandbySpec:
     bootstrap: str  # the file that a cold start runs with the interpreter
     program: tuple[str, ...]  # [SCRIPT, ...] or ["-m", MODULE, ...]
     workers: int  # number of workers of this agent
-    # preload, exclude: modules that the user names
-    preload: tuple[str, ...]
-    exclude: tuple[str, ...]
+    exclude: tuple[str, ...]  # modules that the user names
     # returns the environment of the workers, without the variables that differ between them
     environ: Callable[[], dict[str, str]]
     token: str  # the agent's token, by which the reaper finds what the agent has started
@@ -169,7 +167,6 @@ class PreloadedModules:
         learned = self._learned.modules if self._learned is not None else ()
         return {
             "modules": [name for name in (*rules.DEFAULT_MODULES, *self._chosen) if not rules.in_packages(name, self._excluded)],
-            "wanted": [name for name in self.spec.preload if not rules.in_packages(name, self._excluded)],
             "excluded": sorted(self._excluded),
             "script_dir": self.spec.folder,
             "program": list(self.spec.program),
@@ -181,8 +178,7 @@ class PreloadedModules:
         unsafe = {rules.to_exclude(name): why for name, why in {**ready["unsafe"], **self._read_too_early(ready)}.items()}
         absent = {name: why for name, why in ready["absent"].items() if rules.to_exclude(name) not in unsafe}
         for name, why in {**absent, **unsafe}.items():
-            level = logging.WARNING if name in unsafe and name in self.spec.preload else logging.INFO
-            logger.log(level, "%s is not preloaded: %s", name or "a library", self.masked(why))
+            logger.info("%s is not preloaded: %s", name or "a library", self.masked(why))
         hopeless = self._why_hopeless(ready, unsafe)
         if hopeless is None:
             self._excluded |= unsafe.keys()

@@ -67,7 +67,6 @@ if TYPE_CHECKING:
 
     class PreloadRequest(TypedDict):
         modules: list[str]  # to import, in this order
-        wanted: list[str]  # to import after those; the user named them, and they may lie beside the script
         excluded: list[str]  # modules that other imports must not bring in
         script_dir: str  # the folder that the workers' interpreter puts first on sys.path
         program: list[str]  # what the workers run, [SCRIPT, ...] or ["-m", MODULE, ...], for modules that look at sys.argv
@@ -140,15 +139,14 @@ class StandbyServer:
         checks = self._checks
         checks.begin()
         excluded = request["excluded"]
-        script_dir = request["script_dir"]
         with _as_if_it_ran(request["program"]):
-            for name in [*request["modules"], *request["wanted"]] if "" not in self._unsafe else ():
+            for name in request["modules"] if "" not in self._unsafe else ():
                 if "torch" in sys.modules and self._is_enough():
                     break
                 if name in sys.modules or name in self._unsafe:
                     continue
                 checks.before()
-                self._import(name, script_dir if name in request["wanted"] else None)
+                self._import(name)
                 banned = [each for each in excluded if each in sys.modules]
                 excluded = [each for each in excluded if each not in banned]  # later imports are not to blame for them
                 why = checks.why_unsafe(name) or (banned and f"it imports {banned[0]}, which must not be imported")
@@ -158,7 +156,7 @@ class StandbyServer:
         self._unsafe.update(_import_checks.from_other_files(request["origins"], _runner.origin_of))
         gc.collect()
         gc.freeze()  # the collector must not write to shared pages
-        self._answer(self._ready(time.monotonic() - began, script_dir))
+        self._answer(self._ready(time.monotonic() - began, request["script_dir"]))
 
     def _is_enough(self) -> bool:
         """Return whether there is a message: while this server imports, none but "enough" comes, or the end of the agent."""
@@ -168,16 +166,11 @@ class StandbyServer:
             return False
         return True
 
-    def _import(self, name: str, folder: "str | None") -> None:
-        if folder is not None:
-            sys.path.insert(0, folder)
+    def _import(self, name: str) -> None:
         try:
             importlib.import_module(name)
         except BaseException as error:  # noqa: BLE001 - a module's own code; the worker that imports it will report it
             self._absent[name] = f"{type(error).__name__}: {error}"[:200]
-        finally:
-            if folder is not None:
-                sys.path.remove(folder)
 
     def _ready(self, seconds: float, script_dir: str) -> "Ready":
         changed = [name for name in os.environ.keys() | self._environ.keys() if os.environ.get(name) != self._environ.get(name)]

@@ -25,8 +25,7 @@ from urllib.parse import urlsplit
 
 URL, CA_FILE, TOKEN_FILE = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
 POLL_S = 5.0  # between two looks at the job; a change is posted at once, and Kubeflow's guide asks for 5 s between posts
-EVERY_S = 30.0  # between two posts if nothing changes; twice as long after each that failed, up to LONGEST_S
-LONGEST_S = 600.0
+EVERY_S = 30.0  # between two posts if nothing changes, also if they fail
 REQUEST_S = 5.0  # for each step of a request, and for the last post once the command has ended
 MAX_BYTES = 16 << 20  # of an answer; a job of 1000 nodes has some 250 KB
 INT32_MAX, MAX_TEXT = (1 << 31) - 1, 64  # a greater number or a longer text has the whole post refused
@@ -113,10 +112,7 @@ class Poster:
 
     def __init__(self, read: Callable[[], Job], send: Callable[[Job], None], poll_s: float, every_s: float) -> None:
         self._read, self._send, self._poll_s, self._every_s = read, send, poll_s, every_s
-        self._ended, self._done = threading.Event(), False
-        self._job: Job | None = None  # the last document of /job.json with a step
-        self._posted_at, self._posted = -math.inf, ("", 0)  # state and round that were posted last
-        self._failures, self._said = 0, set[str]()
+        self._ended, self._done, self._said = threading.Event(), False, set[str]()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -127,29 +123,26 @@ class Poster:
         self._thread.join(wait_s)
 
     def _run(self) -> None:
+        job: Job | None = None  # the last document of /job.json with a step
+        posted_at, posted = -math.inf, ("", 0)  # when, and state and round
         while not self._ended.wait(self._poll_s):
             with suppress(*FAILURES):  # the agent is not there yet, or no more
-                self._job = since(self._job, self._read())
-            if self._job is not None and self._is_due(self._job):
-                self._post(self._job)
-        if self._job is not None:
-            self._post({**self._job, "job": {**self._job["job"], "state": "ended"}})
+                job = since(job, self._read())
+            if job is None:
+                continue
+            now, state = time.monotonic(), (job["job"]["state"], job["job"]["round"])
+            if state != posted or now - posted_at >= self._every_s:
+                posted_at, posted = now, state
+                self._post(job)
+        if job is not None:
+            self._post({**job, "job": {**job["job"], "state": "ended"}})
         else:
-            say("posted nothing: the agent's /job.json never showed a step (is metrics=off, or metrics_port given elsewhere?)")
-
-    def _is_due(self, job: Job) -> bool:
-        if self._posted != (job["job"]["state"], job["job"]["round"]) and not self._failures:
-            return True
-        pause_s = max(self._every_s, min(self._every_s * 2.0 ** min(self._failures, 30), LONGEST_S))
-        return time.monotonic() - self._posted_at >= pause_s
+            say("posted nothing: the agent's /job.json never showed a step (is metrics_port=off, or given elsewhere?)")
 
     def _post(self, job: Job) -> None:
-        self._posted_at, self._posted = time.monotonic(), (job["job"]["state"], job["job"]["round"])
         try:
             self._send(status_of(job, time.time(), self._done))
-            self._failures = 0
         except FAILURES as error:
-            self._failures += 1
             if (text := f"{type(error).__name__}: {error}") not in self._said:
                 self._said.add(text)
                 say(f"the status was not posted: {text}; training goes on, and later posts are tried")

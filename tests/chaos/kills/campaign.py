@@ -32,7 +32,6 @@ IN_SAVE = 0.7  # of the kills, the share that waits for a save to begin; the oth
 SAVE_S = 0.02  # about as long as a save takes
 MOST_KEPT = 6  # directories in which something was wrong
 FOREIGN = {"notes.txt": b"lr=3e-4\n", "config.json": b'{"hidden": 64}\n', "plots/loss.png": bytes(2000)}
-PRELOAD = {"trainer": "transformers", "peft": "peft", "lightning": "lightning.pytorch", "accelerate": "accelerate"}
 
 
 @dataclass(frozen=True)
@@ -69,8 +68,7 @@ class Agent:
     """One agent after the other, of the same command."""
 
     def __init__(self, kind: str, folder: Path, directory: str, environ: dict[str, str]) -> None:
-        conf = f"checkpoint_dir={directory},last_call_timeout=0.2,stop_grace=0.5,backoff=0"
-        conf += f",preload={PRELOAD[kind]}" if kind in PRELOAD else ""
+        conf = f"checkpoint_dir={directory},last_call_timeout=0.2,backoff=0"
         self._command = [*EXT, f"--nproc-per-node={WORLD}", "--max-restarts=1000000", f"--rdzv-conf={conf}"]
         self._command += [JOB, kind, directory, str(folder / "notes")]
         self._folder, self._environ = folder, environ

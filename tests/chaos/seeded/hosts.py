@@ -118,7 +118,7 @@ class Hosts:
             "last_call_timeout": 1,
             "refuse_node": 2,
             "verify": "full",
-            "metrics": "off",
+            "metrics_port": "off",
             "standby": "on" if self.plan.standby else "off",
             "events_file": self.folder / f"events-{host}.jsonl",
             **({"local_dir": self.disks[host]} if self.plan.local else {}),

@@ -19,10 +19,11 @@ import torch
 
 from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
+from elastic_ext.base.contracts import Resumption
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement import messages, nodes
-from elastic_ext.checkpoints.agreement.nodes import NodeInRound, Resumption
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.checkpoints.agreement.quarantine import quarantine, quarantine_newer
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.directory import own_files

@@ -15,10 +15,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from elastic_ext.base.contracts import SingleNode
+from elastic_ext.base.contracts import Resumption, SingleNode
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement import nodes
-from elastic_ext.checkpoints.agreement.nodes import NodeInRound, Resumption
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.checkpoints.choice.decisions import Resume
 from elastic_ext.checkpoints.choice.listing import Wanted, newest_complete
 from elastic_ext.checkpoints.formats import detect

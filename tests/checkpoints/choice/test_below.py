@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent.launch import start_line
+from elastic_ext.base.contracts import Resumption
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.agreement.nodes import Resumption
 from elastic_ext.checkpoints.choice import hints
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli import main

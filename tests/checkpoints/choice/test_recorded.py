@@ -153,7 +153,7 @@ def test_no_older_round_and_no_number_decides(tmp_path: Path) -> None:
 
 
 def test_trained_on_without_the_record(tmp_path: Path) -> None:
-    """With torchrun alone, or with bootstrap=off: a greater number of a recorded kind counts by its format."""
+    """With torchrun alone, or with --no-python: a greater number of a recorded kind counts by its format."""
     trained(tmp_path, 100, 200).record()
     folder(tmp_path / "step_900", at=900)
     assert chosen(tmp_path) == "step_900"

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.full
 SCRIPT = SCRIPTS / "checkpointed_job.py"
 NO_COPIES = "0.000001"  # megabytes a second: nothing is complete in the remote directory while the test lasts
 SHORT = ["--shutdown-timeout=2"]
-IMPATIENT = {"ELASTIC_EXT_PLATFORM_GRACE": "3", "ELASTIC_EXT_STOP_GRACE": "1"}
+IMPATIENT = {"ELASTIC_EXT_PLATFORM_GRACE": "3"}
 
 
 class Nodes:

@@ -17,7 +17,7 @@ HOLD = {"at": "hold", "step": 8, "rank": 0}
 
 def start_node(server: EtcdServer, tmp_path: Path, act: dict) -> Job:
     """The reaper ends a lost agent's lease. Until then the round lasts, however long an agent of a busy machine is silent."""
-    conf = "--rdzv-conf=lease_ttl=60,last_call_timeout=0.5,stop_grace=2"
+    conf = "--rdzv-conf=lease_ttl=60,last_call_timeout=0.5"
     where = ["--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=2", conf]
     return start(tmp_path, act, *where)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import hangs, launch
+from elastic_ext.agent import flight_recorder, launch
 from elastic_ext.base.settings import Settings
 from elastic_ext.workers import limits, processes
 from elastic_ext.workers.standby import client, import_checks, rules
@@ -153,7 +153,7 @@ def test_a_standby_is_bound_as_numactl_does(tmp_path, numactl):
 
 OF_A_JOB = frozenset({
     *("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHINDUCTOR_CACHE_DIR", "ELASTIC_EXT_WORKER"),
-    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", hangs.PIPE_FILE, *hangs.DUMP_FILES),
+    *("ELASTIC_EXT_LAUNCH", "ELASTIC_EXT_STANDBY", flight_recorder.PIPE_FILE, *flight_recorder.DUMP_FILES),
 })  # fmt: skip
 """Variables whose values no two jobs have in common."""
 
@@ -167,7 +167,7 @@ def comparable(state: "dict") -> "dict":
 
 
 def test_what_nccl_builds_add_belongs_to_the_job(tmp_path):
-    added = [hangs.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
+    added = [flight_recorder.FlightRecorder(str(tmp_path / job), {}) for job in ("on", "off")]
     assert len(added[0].variables) == 3
     assert added[0].variables.keys() <= import_checks.PER_WORKER
     on, off = (comparable({"env": {"A": "b", **each.variables}, "shown": each.variables}) for each in added)
@@ -210,7 +210,6 @@ HIDES = "beside the script would shadow a module that the standby server has imp
     ("entrypoint", "settings", "why"),
     [
         (sys.executable, Settings(standby=False), "off"),
-        (sys.executable, Settings(bootstrap=False), "off"),
         ("true", Settings(), "not a Python program"),
         (sys.executable, Settings(), None),
     ],
@@ -277,7 +276,7 @@ def test_a_module_beside_the_script_hides_another(tmp_path):
 
 def test_a_variable_set_before_importing_torch(tmp_path):
     script = make(tmp_path, 'import os\nos.environ["TORCH_LOGS"] = "+dynamo"\nimport torch')
-    modules = PreloadedModules(StandbySpec(("python",), "bootstrap", (str(script),), 1, (), (), dict, "token"), str(tmp_path))
+    modules = PreloadedModules(StandbySpec(("python",), "bootstrap", (str(script),), 1, (), dict, "token"), str(tmp_path))
     ready = {"unsafe": {}, "absent": {}, "threads": 1, "read": {"torch": ["TORCH_LOGS"]}, "changed": []}
     assert modules.check(ready).hopeless == "torch: it reads TORCH_LOGS when it is imported, which the script sets later"
     assert modules.check({**ready, "changed": ["TORCH_LOGS"]}).hopeless is None
@@ -350,34 +349,6 @@ def test_modules_that_cannot_be_imported_before():
     assert [read for _, read in found][:3] == [["MY_LEVEL"], [], ["LOCAL_RANK"]]
 
 
-@pytest.mark.full
-def test_an_unimportable_module_is_left_out(tmp_path):
-    (tmp_path / "unsafe.py").write_text("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()")
-    (tmp_path / "safe.py").write_text("")
-    begin = "print('safe' in sys.modules, 'unsafe' in sys.modules)"
-    warm, _, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="safe unsafe")
-    assert warm == "True"
-    assert "unsafe is not preloaded: it starts a thread" in said
-
-
-@pytest.mark.full
-def test_a_preimported_module_sees_the_command_line(tmp_path):
-    (tmp_path / "looks.py").write_text("import random, sys, __main__\nfound = sys.argv[:], __main__.__file__, random.random()")
-    begin = "print('looks' in sys.modules)\nimport looks\nassert looks.found[:2] == (sys.argv, __file__), looks.found"
-    warm, _, said = restarted(tmp_path, "1 warm standbys wait", begin, ELASTIC_EXT_PRELOAD="looks")
-    assert warm == "True"
-    assert "is not preloaded" not in said
-
-
-@pytest.mark.full
-def test_what_is_excluded_is_not_imported(tmp_path):
-    begin = "print('json' in sys.modules, 'xml.dom.domreg' in sys.modules, 'wave' in sys.modules)"
-    preload = {"ELASTIC_EXT_PRELOAD": "xml.dom.minidom wave", "ELASTIC_EXT_PRELOAD_EXCLUDE": "torch xml.dom.domreg"}
-    _, out, said = restarted(tmp_path, "1 warm standbys wait", begin, **preload)
-    assert "True False True" in out
-    assert "xml is not preloaded: it imports xml.dom.domreg, which must not be imported" in said
-
-
 LEARNS = """
 import sys
 warm = "ctypes" in sys.modules
@@ -416,6 +387,26 @@ def lib(tmp_path):
 
 
 READY_TWICE = "(?s)standbys are ready.*standbys are ready.*1 warm standbys wait"
+
+
+@pytest.mark.full
+def test_a_preimported_module_sees_the_command_line(tmp_path, lib):
+    (lib / "looks.py").write_text("import random, sys, __main__\nfound = sys.argv[:], __main__.__file__, random.random()")
+    begin = "print('looks', 'looks' in sys.modules)\nimport looks\nassert looks.found[:2] == (sys.argv, __file__), looks.found"
+    warm, out, said = learned(tmp_path, READY_TWICE, begin, ELASTIC_EXT_PRELOAD_EXCLUDE="torch")
+    assert (warm, out.count("looks True")) == ("True", 1)
+    assert "looks is not preloaded" not in said
+
+
+@pytest.mark.full
+def test_what_is_excluded_is_not_imported(tmp_path, lib):
+    for name, text in {"brings": "import banned", "banned": "", "plain": ""}.items():
+        (lib / f"{name}.py").write_text(text)
+    begin = "print('plain' in sys.modules, 'banned' in sys.modules)\nimport brings, plain"
+    warm, out, said = learned(tmp_path, READY_TWICE, begin, ELASTIC_EXT_PRELOAD_EXCLUDE="torch banned")
+    assert warm == "True"
+    assert "True False" in out
+    assert "brings is not preloaded: it imports banned, which must not be imported" in said
 
 
 @pytest.mark.full
@@ -640,9 +631,7 @@ def used(agent: int, run_dir: Path) -> "dict[str, int]":
 @pytest.mark.seam
 def test_a_standby_ends_when_nobody_holds_its_socket(tmp_path, monkeypatch):
     nothing = tmp_path / "modules"
-    nothing.write_text(
-        json.dumps({"modules": [], "wanted": [], "excluded": [], "script_dir": ".", "program": ["x"], "origins": {}})
-    )
+    nothing.write_text(json.dumps({"modules": [], "excluded": [], "script_dir": ".", "program": ["x"], "origins": {}}))
     monkeypatch.setattr(client, "PARK_S", LIMIT_S)
     server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
     server.preload(str(nothing))
@@ -722,9 +711,10 @@ def test_a_server_can_be_ended_without_descriptors(tmp_path):
 def test_a_hurried_server_answers_once_torch_is_there(tmp_path):
     """The rest is imported when it is asked for again."""
     (tmp_path / "rest.py").write_text("raise ImportError('was tried')")
-    request = {"modules": ["torch"], "wanted": ["rest"], "excluded": [], "script_dir": str(tmp_path), "program": ["x"]}
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    request = {"modules": ["torch", "rest"], "excluded": [], "script_dir": str(tmp_path), "program": ["x"]}
     (tmp_path / "modules").write_text(json.dumps({**request, "origins": {}}))
-    server = ServerProcess([sys.executable, "-u"], dict(os.environ), str(tmp_path / "output"))
+    server = ServerProcess([sys.executable, "-u"], environ, str(tmp_path / "output"))
     answers = []
     for hurries in (True, False):
         server.preload(str(tmp_path / "modules"))

@@ -52,10 +52,10 @@ def handler(job: dict[str, Any], number: int) -> Any:
     made = get_rendezvous_handler(params)
     if job["backend"] != "c10d":
         from elastic_ext.rendezvous.configuration import WorkerProgram
+        from elastic_ext.rendezvous.contract import AgentHooks
 
-        made.attached = True  # there is no agent
-        made.reaper_runs = lambda: True  # nor workers that could outlive one
-        made.prepare(WorkerProgram("train.py", "default", 1, MAX_RESTARTS, {}))
+        # There is no agent, nor workers that could outlive one.
+        made.prepare(WorkerProgram("train.py", "default", 1, MAX_RESTARTS, {}), AgentHooks(reaper_runs=lambda: True))
     return made
 
 
@@ -80,7 +80,7 @@ class Waiting:
 
     def __init__(self, of: Any) -> None:
         self._of, self._event = of, threading.Event()
-        of.on_event = self._event.set
+        of.hooks.on_event = self._event.set
 
     def over(self) -> float:
         while self._of.part.over() is None:
@@ -101,9 +101,9 @@ def after_failure(each: Any, fails: bool) -> dict[str, float]:
     from elastic_ext.failures.ledger import Report
 
     rank = each.part.workers()[0].global_rank
-    diagnosis = classify(Evidence(rank=rank, first_step_done=True, node=each.host, signal="SIGKILL"))
-    each.part.break_off(f"{each.host}: its workers have failed")
-    verdict = each.part.conclude(Report(each.host, replace(diagnosis, order=1)))
+    diagnosis = classify(Evidence(rank=rank, first_step_done=True, node=each.node.host, signal="SIGKILL"))
+    each.part.break_off(f"{each.node.host}: its workers have failed")
+    verdict = each.part.conclude(Report(each.node.host, replace(diagnosis, order=1)))
     assert not verdict.ends_job, verdict
     return {"verdict": time.monotonic(), "at": join(each)}
 
@@ -116,7 +116,9 @@ def share(each: Any, seconds: float) -> dict[str, float]:
     from elastic_ext.telemetry.accounting import share_every_s
 
     nodes, rank = each.part.header.nodes, each.part.assignment.rank
-    report = NodeReport(each.host, "running", 1.0, rank, 8 * rank, 8, each.round, 1000, 0.25, 1.0, 900, 400.0, 8, at="12:00:00")
+    report = NodeReport(
+        each.node.host, "running", 1.0, rank, 8 * rank, 8, each.part.round, 1000, 0.25, 1.0, 900, 400.0, 8, at="12:00:00"
+    )
     parts: dict[Callable[[], Any], float] = {
         lambda: each.show(encode_report(report), False): REPORT_S,
         lambda: each.share_goodput(Spent((StateSeconds("productive", 1.0),))): share_every_s(nodes),

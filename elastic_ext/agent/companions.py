@@ -166,13 +166,12 @@ class JobCompanions:
         self.wake_pipe = stack.enter_context(closing(WakePipe(os.path.join(logs.run_dir, "wake"))))
         tails = on.extras and settings.stderr_tail and isinstance(spec.entrypoint, str)  # a function has the agent's own stderr
         logs.stderr = stack.enter_context(closing(StderrTails(tails, launch.has_bootstrap(spec))))
-        self.host = HostProbe(settings, interface=own_interface(handler.address), logs_dir=os.path.abspath(logs.root_log_dir))
+        root = os.path.abspath(logs.root_log_dir)
+        self.host = HostProbe(settings, interface=own_interface(handler.node.address), logs_dir=root)
         stack.callback(self.host.close)
         self.reaper = Reaper(self.token, logs.run_dir, lambda: [*handler.link_fds, *lock])
         self.warm_starts = warm_starts(spec, settings, self.token, logs, metrics, on.extras)
-        handler.on_verdict = self._heard
-        handler.reaper_runs = self.reaper.runs
-        parts = JobParts(settings, handler, self.token, logs.run_dir, metrics, self.observation, self.journal)
+        parts = JobParts(settings, handler, self.token, logs.run_dir, metrics, self.observation, self.journal, self.wakeup.set)
         self.features: list[Feature] = []
         for each in on.features:
             self.features.append(feature := each(parts))
@@ -185,7 +184,7 @@ class JobCompanions:
         """Return where this round begins, the same on every node. group: torch's worker group, after the rendezvous."""
         return next((found for each in self.features if (found := each.agree(group)) is not None), None) or RoundBeginning()
 
-    def _heard(self, verdict: JobVerdict) -> None:
+    def heard(self, verdict: JobVerdict) -> None:
         """Act on a verdict after which the job goes on. Where only other nodes have failed, the agent learns of it only here."""
         self.observation.heard(verdict)
         if verdict.decision.cold:  # on all nodes: a worker that starts warm fails first, and would be tried cold in its turn

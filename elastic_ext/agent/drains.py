@@ -167,12 +167,17 @@ class DrainWatch(Companion):
     """Carries out the drains of this node in one round, each from the request to the checkpoint."""
 
     def __init__(
-        self, job: Rendezvous, saves: SavesOnDemand | None, read: Callable[[], Published] | None = None, local: bool = False
+        self,
+        job: Rendezvous,
+        saves: SavesOnDemand | None,
+        wake: Callable[[], None],
+        read: Callable[[], Published] | None = None,
+        local: bool = False,
     ) -> None:
-        """saves: None if workers cannot be asked to save. read: what lies in `checkpoint_dir`; None without one. local: see
-        `DrainFacts`.
+        """saves: None if workers cannot be asked to save. wake: called after each reading. read: what lies in `checkpoint_dir`;
+        None without one. local: see `DrainFacts`.
         """
-        self._job, self._saves, self._read, self._local = job, saves, read, local
+        self._job, self._saves, self._wake, self._read, self._local = job, saves, wake, read, local
         self._under_way: _UnderWay | None = None
 
     def check(self, workers: LocalWorkers) -> None:
@@ -190,7 +195,7 @@ class DrainWatch(Companion):
 
     def _begin(self, drain: Drain, workers: LocalWorkers) -> _UnderWay:
         self._end()
-        directory = Directory(self._read, lambda: self._job.on_event()) if self._read is not None else None
+        directory = Directory(self._read, self._wake) if self._read is not None else None
         return _UnderWay(drain, directory, sum(row.saves for row in workers.read_progress()), save_wanted(self._job.part))
 
     def _carry_out(self, this: _UnderWay, workers: LocalWorkers) -> None:
@@ -232,4 +237,4 @@ class Drains(Feature):
     """The drains of a job without checkpoint_dir; `published` has those of the others."""
 
     def beside_round(self, round_: RoundParts) -> Companion:
-        return DrainWatch(self.parts.job, round_.saves)
+        return DrainWatch(self.parts.job, round_.saves, self.parts.wake)

@@ -5,7 +5,7 @@ The agent makes each feature that is on once, and calls it as long as it runs. W
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -32,6 +32,7 @@ class JobParts:
     metrics: AgentMetrics
     observation: Observation  # what the agent shows
     journal: Journal  # the agent's events
+    wake: Callable[[], None]  # makes the loop look again; any thread may call it
 
 
 @dataclass(frozen=True)

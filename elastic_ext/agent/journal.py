@@ -52,7 +52,7 @@ class Journal(companion.Companion):
     def __init__(self, spec: WorkerSpec, settings: Settings, handler: Rendezvous, metrics: agent_metrics.AgentMetrics) -> None:
         """metrics: count recoveries, too."""
         source = Source(handler.get_run_id(), own_name(settings), os.getpid())
-        self.events = receivers.of_events(settings.events_file, source, lambda: handler.round)  # for other parts of the agent
+        self.events = receivers.of_events(settings.events_file, source, lambda: handler.part.round)  # also for the agent
         self.warm = 0  # workers of this round that were warm standbys; set before their start is reported
         self.clean = False  # whether the job has ended well
         self._spans = receivers.of_recoveries(elastic_ext.__version__, source)
@@ -104,7 +104,7 @@ class Journal(companion.Companion):
         """Note that a phase of a recovery begins; return when, in monotonic seconds."""
         self._look_for_first_steps()
         now = time.monotonic()
-        self._trace.entered(phase, self._handler.round, now)
+        self._trace.entered(phase, self._handler.part.round, now)
         if phase == families.STARTING:
             self._began = now
         return now
@@ -193,12 +193,12 @@ class Journal(companion.Companion):
             others=[other.rank for other in others],
         )
         self._decided(verdict, decision)
-        return verdicts.failure_text(cause, others, verdict, decision, self._handler.node_id)
+        return verdicts.failure_text(cause, others, verdict, decision, self._handler.node.id)
 
     def stopped(self, verdict: JobVerdict, decision: Decision) -> str:
         """Report a verdict that no failure on this node has caused; return the text for the log. decision: for this node."""
         self._decided(verdict, decision)
-        return verdicts.line_elsewhere(verdict, decision, self._handler.node_id)
+        return verdicts.line_elsewhere(verdict, decision, self._handler.node.id)
 
     def _decided(self, verdict: JobVerdict, decision: Decision) -> None:
         phases = self._trace.seconds(time.monotonic())

@@ -133,7 +133,7 @@ class JobView:
                 self._changed.wait_for(lambda: self._closing or self._wanted or self._new_state, max(0.0, due - time.monotonic()))
                 closing, wanted, new_state = self._closing, self._wanted, self._new_state
                 self._new_state = False
-            settled_s = settle_s(self._handler.node_id, self._node.place.nodes)
+            settled_s = settle_s(self._handler.node.id, self._node.place.nodes)
             if new_state:
                 due = min(due, time.monotonic() + settled_s)
             if closing:
@@ -274,12 +274,12 @@ class OwnNode:
 
     def _entered(self, state: str, at: float) -> None:
         with self._lock:
-            self._history.entered(state, self._handler.round, at)
+            self._history.entered(state, self._handler.part.round, at)
         self.on_state()
 
     def round_ended(self, why: str) -> None:
         with self._lock:
-            self._history.explain(self._handler.round, why)
+            self._history.explain(self._handler.part.round, why)
 
     def late(self, stragglers: tuple[Straggler, ...]) -> None:
         """Note which ranks and hosts of the job are late. Any thread may call this."""
@@ -297,7 +297,7 @@ class OwnNode:
 
     def now(self, now: float) -> Own:
         """Return what it knows at `now`."""
-        report = own_report(self._handler.host, self._metrics, self.place, self._handler.round, now)
+        report = own_report(self._handler.node.host, self._metrics, self.place, self._handler.part.round, now)
         spent = self._metrics.goodput.job()
         gauges = job_status.gauges_of(self.read_gauges())
         with self._lock:
@@ -310,7 +310,7 @@ class OwnNode:
                 self._last = now, report
             spans = self._history.spans(now)
             report = replace(report, rounds=spans, stragglers=self._stragglers, uncompared=self._uncompared, gauges=gauges)
-            return Own(self._handler.node_id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
+            return Own(self._handler.node.id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
 
 
 class Serving:
@@ -370,7 +370,7 @@ class Observation(companion.Companion):
         self._metrics, self._settings, self._handler = metrics, settings, handler
         self.goodput = metrics.goodput  # where the time goes
         self.goodput.share_with(handler.share_goodput)
-        self.verdicts = VerdictMetrics(handler.host, settings.refuse_node)  # counts them, and hangs
+        self.verdicts = VerdictMetrics(handler.node.host, settings.refuse_node)  # counts them, and hangs
         self._lateness = LatenessMetrics()
         metrics.registry.register(self.verdicts)
         metrics.registry.register(self._lateness)
@@ -389,7 +389,7 @@ class Observation(companion.Companion):
         self._job = job = JobView(handler, self.node)
         shown = pages.of_agent(metrics.registry, metrics.not_ready, metrics.status, job.document)
         try:
-            self._serving = Serving(shown, settings, metrics.labels, wakeup, alone=is_loopback(handler.address))
+            self._serving = Serving(shown, settings, metrics.labels, wakeup, alone=is_loopback(handler.node.address))
         except BaseException:
             job.close(0.0)
             raise
@@ -434,7 +434,7 @@ class Observation(companion.Companion):
     def heard(self, verdict: JobVerdict) -> None:
         """Log and count a verdict after which the job goes on, if only other nodes have failed."""
         if verdict.round != self._decided and not verdict.ends_job:
-            own = self._handler.node_id
+            own = self._handler.node.id
             logger.warning("%s", verdicts.line_elsewhere(verdict, verdict.for_node(own, self._settings.exit_codes), own))
         self._count(verdict)
 

@@ -29,4 +29,5 @@ def published(settings: Settings) -> Published:
 class ToSaves(Drains):
     def beside_round(self, round_: RoundParts) -> Companion:
         settings = self.parts.settings
-        return DrainWatch(self.parts.job, round_.saves, lambda: published(settings), local=settings.local_dir is not None)
+        local = settings.local_dir is not None
+        return DrainWatch(self.parts.job, round_.saves, self.parts.wake, lambda: published(settings), local)

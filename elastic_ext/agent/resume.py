@@ -217,11 +217,11 @@ def agree(settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies:
         room = copies.open(place.nodes)
         if room is not None:
             place = replace(place, memory=room.directory, refused=copies.refused)
-        place = replace(place, saved=copies.saved, restarts=job.round > 1, resumes=copies.resumes)
+        place = replace(place, saved=copies.saved, restarts=job.part.round > 1, resumes=copies.resumes)
         if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
-            copies.saved = replace(copies.saved, round=job.round)
+            copies.saved = replace(copies.saved, round=job.part.round)
         checkpoint = nodes.agree(settings, job.get_run_id(), job.part.exchange, place)
-        copies.saved = NewestSaved(job.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
+        copies.saved = NewestSaved(job.part.round, checkpoint.at or 0)  # no copy counts as older than a checkpoint without a step
         if not copies.has(checkpoint.path):
             copies.checkpoint_step = checkpoint.at
         memory = room.variables(place.workers) if room is not None else {}

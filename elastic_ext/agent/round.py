@@ -179,8 +179,8 @@ class RunningRound:
         """Report which workers of this node had ended with 0, if workers of other nodes have failed, or hang: they may wait."""
         over, ended = job.part.over(), verdicts.ended_well(self.workers)
         if ended and over is not None and over.kind in (EndKind.FAILED, EndKind.STALLED):
-            first = Evidence(ended[0].rank, exit_code=0, step=ended[0].step, stopped_by_agent=True, node=job.host)
-            job.part.conclude(self.report(job.host, classify(first)))
+            first = Evidence(ended[0].rank, exit_code=0, step=ended[0].step, stopped_by_agent=True, node=job.node.host)
+            job.part.conclude(self.report(job.node.host, classify(first)))
 
     def close(self) -> None:
         """Close everything that belongs to this round only. The workers have been stopped, or torch will stop them."""
@@ -274,7 +274,7 @@ class RoundWatch:
         processes = self._running.workers.processes
         if self._running.failed:
             # First: workers elsewhere wait in collectives.
-            self._handler.part.break_off(f"workers failed on {self._handler.host}", failed=True)
+            self._handler.part.break_off(f"workers failed on {self._handler.node.host}", failed=True)
             self._companions.observation.acts(self._running.failed_since())
             self._companions.host.start_asking()
             self._stop(after_failure=True)
@@ -291,7 +291,7 @@ class RoundWatch:
 
     def _end(self, over: RoundEnd) -> RunResult | None:
         """Stop the workers of a round that is over; return their failure, or None if none failed unasked."""
-        logger.warning("elastic_ext: round %s is over: %s; stopping all workers", self._handler.round, over)
+        logger.warning("elastic_ext: round %s is over: %s; stopping all workers", self._handler.part.round, over)
         self._companions.journal.round_over(over)
         hung = over.kind is EndKind.STALLED and self._running.stalled
         if over.kind is EndKind.STALLED:
@@ -411,7 +411,7 @@ class RoundStart:
 
     def _make_progress_table(self) -> ProgressTable | None:
         """Make the table in memory if there is room, else on disk; return None if neither works, and the job runs without it."""
-        name, workers = f"progress.{self._companions.token}.{self._handler.round - 1}", self._group.spec.local_world_size
+        name, workers = f"progress.{self._companions.token}.{self._handler.part.round - 1}", self._group.spec.local_world_size
         try:
             return ProgressTable(os.path.join(self._logs.run_dir, name), workers)
         except OSError as error:
@@ -430,13 +430,13 @@ class RoundStart:
     def _set_worker_environment(self, resumed: RoundBeginning, progress: ProgressTable | None) -> None:
         spec, companions = self._group.spec, self._companions
         self._logs.variables = {
-            "TORCHELASTIC_RESTART_COUNT": str(self._handler.round - 1),
+            "TORCHELASTIC_RESTART_COUNT": str(self._handler.part.round - 1),
             "TORCHELASTIC_MAX_RESTARTS": str(launch.max_restarts(spec, self._settings)),
             **launch.blanked_secrets(os.environ),
             "ELASTIC_EXT_LAUNCH": self._handler.launch,
-            log_records.NODE_NAME: self._handler.host,
+            log_records.NODE_NAME: self._handler.node.host,
             **resumed.variables(),
-            **(gloo_interface(self._handler.address) if self._group.group_world_size > 1 else {}),
+            **(gloo_interface(self._handler.node.address) if self._group.group_world_size > 1 else {}),
             **name_lookup.variables(os.environ),
         }
         for feature in companions.features:
@@ -481,7 +481,7 @@ class RoundStart:
     def _place(self) -> RoundPlace:
         group = self._group
         world = group.workers[0].world_size
-        return RoundPlace(self._handler.host, group.group_rank, group.group_world_size, world, self._store_at)
+        return RoundPlace(self._handler.node.host, group.group_rank, group.group_world_size, world, self._store_at)
 
     @property
     def _store_at(self) -> tuple[str, int]:

@@ -28,7 +28,7 @@ from elastic_ext.base.wakeup import Wakeup, readable
 from elastic_ext.events.event_table import MEMBERSHIP
 from elastic_ext.failures import ledger, policy
 from elastic_ext.rendezvous.address import own_name
-from elastic_ext.rendezvous.contract import JobDone, Rendezvous
+from elastic_ext.rendezvous.contract import AgentHooks, JobDone, Rendezvous
 from elastic_ext.telemetry import families
 from elastic_ext.telemetry.agent_metrics import AgentMetrics, GpuQuery, gpu_uuids, gpus_by_local_rank
 from elastic_ext.workers import limits, logs, processes
@@ -61,23 +61,23 @@ class Supervisor(TorchAgent):
             os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
             settings_module.check_times(self._settings, self._handler.torch_conf, self.shutdown_timeout_s)
-        self._grace_s = min(settings_module.STOP_GRACE_S, self.shutdown_timeout_s)
         self._verdicts = verdicts.Verdicts(self._settings, self._handler)
         self._metrics = _metrics(self._settings, self._handler, spec.local_world_size, lambda: self._round)
         self._companions: companions.JobCompanions  # set while run() is under way
         self._beginning: RoundBeginning | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
         self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it need not leave
-        self._handler.attached = True
-        self._handler.prepare(launch.program_of(spec, self._settings))
+        self._hooks = AgentHooks(closing=lambda: self._verdicts.closing)
+        self._handler.prepare(launch.program_of(spec, self._settings), self._hooks)
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the job on this node; see torch's agent. Unless it ends well, no process that was started here outlives it."""
         exits.install(self._settings.exit_codes)
         with limits.raised(), taken_for_sigterm(leaving.signals(os.environ)), self._verdicts.left(), ExitStack() as stack:
             self._companions = companions.JobCompanions(self.spec, self._handler, self._logs, self._metrics, self._on, stack)
-            self._handler.on_event = self._companions.wakeup.set
-            self._handler.on_wait = lambda: reraise_signals(self._companions.wakeup.signals())
+            self._hooks.on_event = self._companions.wakeup.set
+            self._hooks.on_wait = lambda: reraise_signals(self._companions.wakeup.signals())
+            self._hooks.on_verdict, self._hooks.reaper_runs = self._companions.heard, self._companions.reaper.runs
             clean = False
             try:
                 result = super().run(role)
@@ -92,7 +92,7 @@ class Supervisor(TorchAgent):
                     self._companions.leave(self._handler, error)
                 raise
             finally:
-                self._handler.on_event = self._handler.on_wait = lambda: None
+                self._hooks.on_event = self._hooks.on_wait = lambda: None
                 copy_s: float | None = 0.0  # if a signal interrupts what follows
                 try:
                     self._close_round()
@@ -130,7 +130,7 @@ class Supervisor(TorchAgent):
                 if again.sigval in exits.USER_SIGNALS or self._leave_by is not None:
                     raise
                 self._save_before_leaving(error)  # timeout(1) sends two at once, before they are taken as one
-            self._handler.announce_leaving(f"its agent received {received(error).name}")
+            self._handler.part.break_off(f"{self._handler.node.host} leaves: its agent received {received(error).name}")
             raise
 
     def _run_rounds(self) -> RunResult:
@@ -139,7 +139,6 @@ class Supervisor(TorchAgent):
             if result is not None and result.state is WorkerState.SUCCEEDED:
                 self._count_workers("succeeded")
                 if self._running.all_done(self._handler):
-                    self._handler.finished()
                     exits.set_succeeded()
                     logger.info("all workers of all nodes have succeeded")
                     return result
@@ -152,7 +151,7 @@ class Supervisor(TorchAgent):
             decision = self._for_this_node(verdict)
             logger.error("%s", self._companions.journal.failed(cause, others, verdict, decision))
             self._companions.observation.decided(verdict, decision)
-            self._running.beginning.go_back(verdict, self._handler.node_id)
+            self._running.beginning.go_back(verdict, self._handler.node.id)
             if decision.action is policy.Action.STOP:
                 return self._stop(verdict, decision, verdicts.process_failures(cause, others))
             self._prepare_restart(verdict, decision)
@@ -162,7 +161,7 @@ class Supervisor(TorchAgent):
     def _failed_workers(self, result: RunResult) -> list[verdicts.FailedWorker]:
         """Gather the evidence of each worker that failed here, and classify it."""
         self._logs.stderr.flush()
-        ended = self._running.ended(self._handler.host, self._companions.host.evidence(), self._logs.stderr, result)
+        ended = self._running.ended(self._handler.node.host, self._companions.host.evidence(), self._logs.stderr, result)
         return verdicts.failed_workers(ended, self._rules)
 
     def _conclude(self, result: RunResult, cause: verdicts.FailedWorker) -> ledger.JobVerdict:
@@ -170,7 +169,7 @@ class Supervisor(TorchAgent):
         if result.state is WorkerState.UNHEALTHY:
             return self._verdicts.kernel_sleep()
         with self._phase("verdict"):
-            return self._handler.part.conclude(self._running.report(self._handler.host, cause.diagnosis))
+            return self._handler.part.conclude(self._running.report(self._handler.node.host, cause.diagnosis))
 
     def _prepare_restart(self, verdict: ledger.JobVerdict, decision: policy.Decision) -> None:
         """Do what the verdict requires before the next round, and wait as long as it says. A signal ends the wait."""
@@ -195,7 +194,7 @@ class Supervisor(TorchAgent):
         return self._stop(verdict, decision, verdicts.remote_failure(verdict))
 
     def _for_this_node(self, verdict: ledger.JobVerdict) -> policy.Decision:
-        return verdict.for_node(self._handler.node_id, self._settings.exit_codes)
+        return verdict.for_node(self._handler.node.id, self._settings.exit_codes)
 
     def _save_before_leaving(self, error: SignalException) -> None:
         """Ask the job for a checkpoint in the time that is left, unless the user stops the job."""
@@ -205,8 +204,8 @@ class Supervisor(TorchAgent):
         round_, wakeup, wake_pipe = self._round, self._companions.wakeup, self._companions.wake_pipe
         if error.sigval in exits.USER_SIGNALS or round_ is None or round_.saves is None:
             return
-        name = received(error).name
-        took_s = round_.saves.save_before_leaving(name, grace_s, self._grace_s, round_.workers, wakeup, wake_pipe)
+        name, stop_s = received(error).name, _stop_grace_s(self.shutdown_timeout_s)
+        took_s = round_.saves.save_before_leaving(name, grace_s, stop_s, round_.workers, wakeup, wake_pipe)
         if took_s is not None:
             self.shorten_shutdown(max(1.0, grace_s - took_s))
 
@@ -222,8 +221,8 @@ class Supervisor(TorchAgent):
                 self._beginning = self._companions.agree(self.group)
                 break
             except RoundOver as over:
-                logger.warning("round %s ended before its workers were started: %s", self._handler.round, over)
-        self._companions.observation.joined(self.group, self._handler.round, self._beginning.step)
+                logger.warning("round %s ended before its workers were started: %s", self._handler.part.round, over)
+        self._companions.observation.joined(self.group, self._handler.part.round, self._beginning.step)
         self._companions.journal.joined(self.group, self._beginning)
         if first:  # logged as a warning, because torchrun shows nothing below that level
             backend, run_id, url = self._handler.get_backend(), self._handler.get_run_id(), self._companions.observation.url
@@ -259,7 +258,7 @@ class Supervisor(TorchAgent):
             return
         limit = processes.StopLimit(self._companions.wakeup, self._handler.part.stop_by)
         with self._phase("stop"):
-            given_s = self._grace_s if grace_s is None else grace_s
+            given_s = _stop_grace_s(self.shutdown_timeout_s) if grace_s is None else grace_s
             round_.stop(given_s, show_stacks=grace_s is None, limit=limit, after_failure=after_failure)
         self._count_workers("stopped")
 
@@ -285,8 +284,13 @@ class Supervisor(TorchAgent):
         start = self._companions.journal.begin(name)
         self._metrics.enter(name)
         yield
-        if name == "stop" or self._handler.round > 1:
+        if name == "stop" or self._handler.part.round > 1:
             self._metrics.phase(name, time.monotonic() - start)
+
+
+def _stop_grace_s(shutdown_s: float) -> float:
+    """Return how long workers get to end. shutdown_s: the --shutdown-timeout, or what is left of it."""
+    return min(settings_module.STOP_GRACE_S, shutdown_s)
 
 
 def _metrics(

@@ -378,6 +378,7 @@ class Verdicts:
 
     def __init__(self, settings: Settings, handler: Rendezvous) -> None:
         self._settings, self._handler = settings, handler
+        self.closing: JobVerdict | None = None  # what the others do if this agent closes the job; None: nothing is known
 
     # Verdicts of this node alone.
 
@@ -408,7 +409,7 @@ class Verdicts:
             return self._node_stop(diagnosis.NETWORK, cut(str(error), MAX_TEXT), EX_TRY_AGAIN, "unreachable")
         code = error.code if isinstance(error, SystemExit) else None
         cause = error.__cause__ or error
-        reason = cut(f"the agent on {self._handler.host} failed: {type(cause).__name__}: {cause}", MAX_TEXT)
+        reason = cut(f"the agent on {self._handler.node.host} failed: {type(cause).__name__}: {cause}", MAX_TEXT)
         return self._node_stop(diagnosis.UNKNOWN, reason, EX_CONFIG if code == EX_CONFIG else EX_FAILED, "agent")
 
     def _node_stop(self, kind: diagnosis.Kind, reason: str, code: int, rule: str) -> JobVerdict:
@@ -416,7 +417,7 @@ class Verdicts:
         return self._job_verdict(Decision(Action.STOP, kind, reason, policy.exit_code_for(code, self._settings.exit_codes), rule))
 
     def _job_verdict(self, decision: Decision) -> JobVerdict:
-        return JobVerdict(decision, self._handler.round, self._handler.node_id, self._handler.host)
+        return JobVerdict(decision, self._handler.part.round, self._handler.node.id, self._handler.node.host)
 
     # The end of this agent.
 
@@ -426,13 +427,13 @@ class Verdicts:
         try:
             yield
         except (Exception, SystemExit) as error:
-            self._handler.closing = for_others(self.of_agent(error), self._settings.exit_codes)
+            self.closing = for_others(self.of_agent(error), self._settings.exit_codes)
             raise
 
     def stop(self, verdict: JobVerdict, decision: Decision, failures: Mapping[int, ProcessFailure]) -> RunResult:
         """Publish the verdict and return the result of the agent. decision: for this node. failures: torch's, by global rank."""
         code, here = self._publish(verdict, decision), min((each.local_rank for each in failures.values()), default=-1) >= 0
-        shown_here = here and verdict.shown_by in ("", self._handler.node_id)
+        shown_here = here and verdict.shown_by in ("", self._handler.node.id)
         why = _done(decision, "" if shown_here else _where(verdict))
         return RunResult(WorkerState.FAILED, failures=exits.FailuresWithCode(failures, code, why, shown_here))
 
@@ -458,7 +459,9 @@ class Verdicts:
             return  # the job has already ended
         host.start_asking()
         platform = host.evidence(PLATFORM_S).platform
-        diagnosis = classify(Evidence(rank=-1, agent_signal=received(error).name, node=self._handler.host, platform=platform))
+        diagnosis = classify(
+            Evidence(rank=-1, agent_signal=received(error).name, node=self._handler.node.host, platform=platform)
+        )
         if diagnosis.tier == STOP_REQUESTED:
             decision = policy.decide(diagnosis, exit_codes=self._settings.exit_codes)
             self._publish(self._job_verdict(decision), decision)
@@ -466,11 +469,11 @@ class Verdicts:
     def _publish(self, verdict: JobVerdict, decision: Decision) -> int:
         """Write the verdict where schedulers look; return the exit code."""
         code = decision.exit_code or EX_FAILED  # never 0: the job has not finished
-        self._handler.closing = for_others(verdict, self._settings.exit_codes)
+        self.closing = for_others(verdict, self._settings.exit_codes)
         exits.job.verdict_code = code
         exits.publish(json.loads(encode_verdict(replace(verdict, decision=decision))), self._settings.verdict_file)
-        if verdict.replaces(self._handler.node_id) and decision.kind == diagnosis.HARDWARE:
-            launch.report_bad_node(self._settings, self._handler.host, decision.reason)
+        if verdict.replaces(self._handler.node.id) and decision.kind == diagnosis.HARDWARE:
+            launch.report_bad_node(self._settings, self._handler.node.host, decision.reason)
         return code
 
 

@@ -182,10 +182,10 @@ class OneRound:
         for ruling in self._rules.rulings({ME: self._posts}, self.round, members, time.monotonic()):
             if ruling.end is not None and self._over is None:
                 self._over = contract.RoundEnd(ruling.end, ruling.reason)
-                self._job.on_event()
+                self._job.hooks.on_event()
             elif ruling.agreed is not None:
                 self._agreed = board.agree(self._agreed, ruling.agreed)
-                self._job.on_event()
+                self._job.hooks.on_event()
             elif ruling.warns and not self._warned:
                 self._warned = True
                 logger.warning("elastic_ext: %s", ruling.reason)
@@ -197,6 +197,7 @@ class OneRound:
         return self._job.judge(report)
 
     def await_all_done(self) -> bool:
+        self._job.finished()
         return True
 
 
@@ -213,15 +214,16 @@ class OneMachine(contract.Base):
         keys.checked(params.run_id)
         if params.local_addr:
             address.checked_address(params.local_addr)
-        self.address = address.own_address(params.local_addr, address.host_of(params.endpoint), params.max_nodes)
-        address.check_own(params.local_addr, self.address)
+        own = address.own_address(params.local_addr, address.host_of(params.endpoint), params.max_nodes)
+        address.check_own(params.local_addr, own)
         super().__init__(params, settings)
-        self.host = self.node_id = address.own_name(settings)
-        name_lookup.ask(self.address)
+        name = address.own_name(settings)
+        self.node = contract.NodeIdentity(name, name, own)
+        name_lookup.ask(own)
         self.part = OneRound(0, self)
         self.launch = secrets.token_hex(8)
         self._max_restarts = 0
-        self._file = JobFile(settings.ledger_file, params.run_id, self.host)
+        self._file = JobFile(settings.ledger_file, params.run_id, name)
         self._server: TCPStore | None = None
         self._done = self._closed = False
 
@@ -231,11 +233,11 @@ class OneMachine(contract.Base):
         contract.warn_other_agent(self)
         if self._closed:
             raise rendezvous.RendezvousClosedError(f"the job {self.get_run_id()} is over: this agent closed it")
-        self.part = OneRound(self.round + 1, self)
-        self._server = serve(self.address)
-        name_lookup.ask(self.address)
+        self.part = OneRound(self.part.round + 1, self)
+        self._server = serve(self.node.address)
+        name_lookup.ask(self.node.address)
         store = PrefixStore(round_store.PREFIX, self._server)
-        return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(self.address, self._server.port))
+        return rendezvous.RendezvousInfo(store, 0, 1, rendezvous.RendezvousStoreInfo(self.node.address, self._server.port))
 
     def num_nodes_waiting(self) -> int:
         """Return 0; 1 once the round is over, for an agent that is not ours: that is all it wants to know."""
@@ -253,7 +255,8 @@ class OneMachine(contract.Base):
 
     # For our agent
 
-    def prepare(self, program: WorkerProgram) -> None:
+    def prepare(self, program: WorkerProgram, hooks: contract.AgentHooks) -> None:
+        super().prepare(program, hooks)
         self._max_restarts = program.max_restarts
 
     def trains_without_us(self) -> bool:
@@ -267,20 +270,18 @@ class OneMachine(contract.Base):
             min_nodes=1,
             charges=self._file.charges() if window_s else None,
         )
-        ledger, verdict = judgement.judge({self.node_id: report}, self._file.ledger, circumstances, self.round)
+        ledger, verdict = judgement.judge({self.node.id: report}, self._file.ledger, circumstances, self.part.round)
         charged = verdict.decision.charged
         self._file.judged(ledger, window_s if charged else 0, refunded=ledger.charged == charged)
         return verdict
 
     def finished(self) -> None:
+        """Note that the job has ended well: nothing is kept for its next start."""
         self._done = True
         self._file.forget()
 
     def share_goodput(self, spent: goodput.Spent) -> goodput.Shared:
         return self._file.share(spent)
-
-    def announce_leaving(self, reason: str) -> None:
-        logger.info("leaving the round: %s", reason)
 
     @property
     def drain(self) -> None:
@@ -300,8 +301,8 @@ class OneMachine(contract.Base):
         """Do nothing: there is nowhere to show it; the agent has its own page."""
 
     def status(self) -> job_status.JobStatus:
-        state = State.FORMING if not self.round else State.DONE if self._done else State.RUNNING
-        header = Header(self.round, state, job=self.launch)
+        state = State.FORMING if not self.part.round else State.DONE if self._done else State.RUNNING
+        header = Header(self.part.round, state, job=self.launch)
         return job_status.JobStatus(self.get_run_id(), header, {}, {}, self._file.ledger, {}, unknown={})
 
     def leave(self) -> None:

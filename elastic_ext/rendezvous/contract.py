@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from elastic_ext.etcd import CallObserver
     from elastic_ext.rendezvous.job_status import JobStatus
 
-__all__ = ["EndKind", "JobDone", "Rendezvous", "RoundEnd", "RoundPart"]
+__all__ = ["AgentHooks", "EndKind", "JobDone", "NodeIdentity", "Rendezvous", "RoundEnd", "RoundPart"]
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,10 @@ class RoundPart(Protocol):
         """Return the monotonic time by which the workers must be gone; None if they get the usual grace."""
 
     def break_off(self, reason: str, failed: bool = False) -> None:
-        """Have all nodes end this round; return at once. failed: as workers of this node have failed."""
+        """Have all nodes end this round; return at once. What the end of the workers here causes elsewhere is no failure then.
+
+        failed: as workers of this node have failed.
+        """
 
     def post(self, topic: Topic[V], value: V | None) -> None:
         """Post a value for all nodes of this round, in place of this node's last one on the topic; None: withdraw that.
@@ -87,7 +90,32 @@ class RoundPart(Protocol):
         """Return the one verdict of the whole job. The workers of this node have failed and been stopped."""
 
     def await_all_done(self) -> bool:
-        """Wait, after this node's workers have finished, for those of all nodes. Return False if the round ends otherwise."""
+        """Wait, after this node's workers have finished, for those of all nodes; then the job has ended well.
+
+        Return False if the round ends otherwise.
+        """
+
+
+@dataclass(frozen=True)
+class NodeIdentity:
+    """Who this node is in the job."""
+
+    id: str  # this agent's unique name within the job
+    host: str  # this machine's name
+    address: str  # by which the other nodes reach this one
+
+
+@dataclass
+class AgentHooks:
+    """What a rendezvous asks of the agent that uses it, and says to it. The agent may replace each of them at any time."""
+
+    on_event: Callable[[], None] = lambda: None  # called from any thread when `part.over` or `part.agreed` may have changed
+    on_wait: Callable[[], None] = lambda: None  # called every second by a main thread that waits for other nodes; it may raise
+    # Called, while this node waits for the next round, with the verdict on the last one, maybe again.
+    on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
+    reaper_runs: Callable[[], bool] = lambda: False  # returns whether one runs that ends the workers if the agent is killed
+    # Returns what the other nodes do if this one closes the job, once it fails; None: nothing is known.
+    closing: Callable[[], JobVerdict | None] = lambda: None
 
 
 class Rendezvous(Protocol):
@@ -95,17 +123,7 @@ class Rendezvous(Protocol):
 
     settings: Settings  # this agent's, read once
     torch_conf: Mapping[str, Any]  # the user's --rdzv-conf, as torch parsed it
-    address: str  # by which the other nodes reach this one
-    host: str  # this machine's name
-    node_id: str  # this agent's unique name within the job
-    # Our agent sets these.
-    attached: bool  # when it begins to use this handler; otherwise another agent uses it (`warn_other_agent`)
-    reaper_runs: Callable[[], bool]  # returns whether a reaper runs that ends the workers if the agent is killed
-    closing: JobVerdict | None  # what the other nodes do if this one closes the job, once it fails; None: nothing is known
-    on_event: Callable[[], None]  # called from any thread when `part.over` or `part.agreed` may have changed
-    # Called, while this node waits for the next round, with the verdict on the last one, maybe again.
-    on_verdict: Callable[[JobVerdict], None]
-    on_wait: Callable[[], None]  # called every second by a main thread that waits for other nodes; it may raise
+    node: NodeIdentity
 
     @property
     def launch(self) -> str:
@@ -115,18 +133,14 @@ class Rendezvous(Protocol):
     def part(self) -> RoundPart:
         """Return this node's part in the current round."""
 
-    @property
-    def round(self) -> int:
-        """Return the number of the current round."""
-
     def get_backend(self) -> str:
         """Return the value of --rdzv-backend."""
 
     def get_run_id(self) -> str:
         """Return the value of --rdzv-id, or its substitute."""
 
-    def prepare(self, program: WorkerProgram) -> None:
-        """Set what this node offers to a round, and the job's budget; the agent calls it before the first round."""
+    def prepare(self, program: WorkerProgram, hooks: AgentHooks) -> None:
+        """Set what this node offers to a round, and the job's budget. Our agent calls it, once, before the first round."""
 
     def trains_without_us(self) -> bool:
         """Return whether the job trains, before this node has entered it; False if that is unknown."""
@@ -169,12 +183,6 @@ class Rendezvous(Protocol):
     def status(self) -> JobStatus:
         """Return what can be known of the whole job, for people. As for `show`, from a thread that may wait."""
 
-    def finished(self) -> None:
-        """Note that the job has ended well on all nodes."""
-
-    def announce_leaving(self, reason: str) -> None:
-        """Note that this node was asked to leave; its workers still run. What their end causes elsewhere is not a failure."""
-
     def shutdown(self) -> bool:
         """End the job for all nodes if it is to end, then leave it. A second call does nothing."""
 
@@ -186,19 +194,19 @@ class Base(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's t
     """What both implementations of `Rendezvous` have in common."""
 
     is_elastic_ext = True
+    node: NodeIdentity
     part: RoundPart
 
     def __init__(self, params: RendezvousParameters, settings: Settings) -> None:
         self.settings = settings
         self.torch_conf = dict(params.config)
-        self.attached = False
-        self.closing: JobVerdict | None = None
-        self.reaper_runs: Callable[[], bool] = lambda: False
-        self.on_event: Callable[[], None] = lambda: None
-        self.on_verdict: Callable[[JobVerdict], None] = lambda verdict: None
-        self.on_wait: Callable[[], None] = lambda: None
+        self.attached = False  # to our agent; otherwise another agent uses this (`warn_other_agent`)
+        self.hooks = AgentHooks()
         self._backend: str = params.backend
         self._run_id: str = params.run_id
+
+    def prepare(self, program: WorkerProgram, hooks: AgentHooks) -> None:
+        self.attached, self.hooks = True, hooks
 
     def get_backend(self) -> str:
         return self._backend
@@ -211,19 +219,15 @@ class Base(RendezvousHandler):  # type: ignore[misc, unused-ignore]  # torch's t
         """Return True, for torch: the workers connect to the round's store, which is up before they start."""
         return True
 
-    @property
-    def round(self) -> int:
-        return self.part.round
-
 
 # The rendezvous under an agent that is not ours: torch's LocalElasticAgent, a project's own, or a loop. It only forms rounds: the
 # next one starts when a node calls `next_rendezvous` again, is lost, or joins. One warning says so. It also appears when torch's
 # launcher does not build our agent because it is patched or newer than this package.
 
 
-def warn_other_agent(handler: Rendezvous) -> None:
+def warn_other_agent(handler: Base) -> None:
     """Warn before the first round if the agent is not ours. The handler calls it before each round."""
-    if not handler.attached and handler.round == 0:
+    if not handler.attached and handler.part.round == 0:
         logger.warning(
             "elastic_ext: this rendezvous is used by an agent other than elastic_ext's: it forms rounds, but there are no "
             "verdicts, no job-wide budget, no choice of a checkpoint, no warm standbys, no hang detection and no metrics; if you "
@@ -233,7 +237,7 @@ def warn_other_agent(handler: Rendezvous) -> None:
 
 
 @contextmanager
-def closed_by_verdict(handler: Rendezvous) -> Iterator[None]:
+def closed_by_verdict(handler: Base) -> Iterator[None]:
     """Present a job ended by a verdict as closed: another agent does not know verdicts."""
     try:
         yield

@@ -199,14 +199,14 @@ class EtcdRendezvous(contract.Base):
         """newest_checkpoint: see AgentPolicy. own_store: of a job that brings its own. Raises UsageError: see `take_place`."""
         super().__init__(params, settings)
         policy = judging.AgentPolicy(settings, newest_checkpoint)
-        on_event, on_wait = lambda: self.on_event(), lambda: self.on_wait()
+        on_event, on_wait = lambda: self.hooks.on_event(), lambda: self.hooks.on_wait()
         self._place = place = take_place(params, settings, policy, on_event, on_wait, own_store is not None)
         context = place.participant.context
-        self.address, self.host, self.node_id = place.address, context.config.host, context.config.node_id
+        self.node = contract.NodeIdentity(context.config.node_id, context.config.host, place.address)
         self._own_store = own_store
         if own_store is not None:
             own_store.follow(context.client)
-        self._goodput = EtcdGoodput(context.client, context.keys, self.host, self._position)
+        self._goodput = EtcdGoodput(context.client, context.keys, self.node.host, self._position)
         # For a node whose agent is not ours: such agents exchange their numbers of workers through the round's store.
         self._workers, self._role = 1, DEFAULT_ROLE
         self.part = round_part.EtcdRound(place, Header(), None, self._workers)
@@ -218,10 +218,11 @@ class EtcdRendezvous(contract.Base):
 
     # A round begins.
 
-    def prepare(self, program: WorkerProgram) -> None:
+    def prepare(self, program: WorkerProgram, hooks: contract.AgentHooks) -> None:
+        super().prepare(program, hooks)
         self._workers, self._role = program.workers, program.role
         self._place.policy.max_restarts = program.max_restarts
-        mine = configuration.of_node(self.settings, self.host, program)
+        mine = configuration.of_node(self.settings, self.node.host, program)
         self._place.participant.registration.configuration = configuration.encode(mine)
 
     def trains_without_us(self) -> bool:
@@ -266,12 +267,12 @@ class EtcdRendezvous(contract.Base):
     def _next_round(self) -> rendezvous.RendezvousInfo | None:
         """Wait for the next round; return None if it was over before this node entered it."""
         place, participant = self._place, self._place.participant
-        cut = self.round if place.fence.closed else 0
+        cut = self.part.round if place.fence.closed else 0
         place.fence.watch(None)
-        server = round_store.serve(self.address)
-        name_lookup.ask(self.address)  # for the next connection: the name server may have gone or come back
+        server = round_store.serve(self.node.address)
+        name_lookup.ask(self.node.address)  # for the next connection: the name server may have gone or come back
         participant.ready(self._node(server.port, cut))
-        header, assignment = place.await_round(self.round, self.on_verdict)
+        header, assignment = place.await_round(self.part.round, self.hooks.on_verdict)
         self.part = part = self._part(header, assignment)
         if assignment.rank == 0 and header.port != server.port:
             # This node was frozen or lost its lease, and the round was sealed with its earlier record: that store is used up.
@@ -293,16 +294,16 @@ class EtcdRendezvous(contract.Base):
 
     def _node(self, port: int, cut: int) -> Node:
         return Node(
-            after=self.round,
+            after=self.part.round,
             workers=self._workers,
             role=self._role,
-            address=self.address,
+            address=self.node.address,
             port=port,
             local=self.settings.local_dir is not None or self.settings.copies_to_memory,
             cut=cut,
             # Without a reaper the workers may outlive a killed agent. Then only the lease counts.
-            link=LinkPort(self._place.links.port if self.reaper_runs() else 0, self._place.links.key),
-            silent=self._place.stores.silent(self.round),
+            link=LinkPort(self._place.links.port if self.hooks.reaper_runs() else 0, self._place.links.key),
+            silent=self._place.stores.silent(self.part.round),
             host=NodeHost(self.settings.topology or "", machine(), self._own_store is not None and self._own_store.hosted_here),
         )
 
@@ -314,7 +315,7 @@ class EtcdRendezvous(contract.Base):
 
     @property
     def drain(self) -> Drain | None:
-        return drains.of_node(self._place.participant.header, self.node_id)
+        return drains.of_node(self._place.participant.header, self.node.id)
 
     def replace_host(self, host: str, reason: str, because: str) -> drains.Admission:
         request = drains.DrainRequest(host, reason, self.settings.refuse_node)
@@ -344,7 +345,7 @@ class EtcdRendezvous(contract.Base):
         over = last and (header.ended or (bool(header.verdict) and decode_verdict(header.verdict).ends_job))
         lease_id = participant.header_record.lease_id if over else participant.registration.lease[0]
         if lease_id:  # else it is not in the job, or not any more
-            key = participant.context.keys.report(self.node_id)
+            key = participant.context.keys.report(self.node.id)
             participant.client.txn([], [Put(key, report, lease_id=lease_id)])
 
     def status(self) -> job_status.JobStatus:
@@ -352,12 +353,6 @@ class EtcdRendezvous(contract.Base):
         return running_job.read(self._place.participant.client, self.get_run_id())
 
     # The job ends, or this node's part in it.
-
-    def finished(self) -> None:
-        """Do nothing: what the job leaves in etcd has a lease, or is deleted when the run id is used again."""
-
-    def announce_leaving(self, reason: str) -> None:
-        self.part.break_off(f"{self.host} leaves: {reason}")
 
     def is_closed(self) -> bool:
         return self._place.participant.header.ended
@@ -367,8 +362,8 @@ class EtcdRendezvous(contract.Base):
         drain = self.drain
         continues = self._timed_out or self.part.continues or (drain is not None and drain.released)
         if not continues:
-            change = self._place.participant.change_header
-            change(self.round, lambda header: header_record.closed(header, self.host, self.closing), in_any_round=True)
+            host, verdict, change = self.node.host, self.hooks.closing(), self._place.participant.change_header
+            change(self.part.round, lambda header: header_record.closed(header, host, verdict), in_any_round=True)
 
     def shutdown(self) -> bool:
         if not self._left:

@@ -92,7 +92,7 @@ class LinkPort:
 
 @dataclass(frozen=True)
 class NodeHost:
-    """What a node tells of its host."""
+    """What a node reports of its host."""
 
     topology: str = ""  # the setting
     machine: str = ""  # see `address.machine`

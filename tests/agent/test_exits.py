@@ -21,7 +21,7 @@ from elastic_ext.agent.verdicts import Verdicts, for_others, remote_failure
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import MAX_TEXT, JobVerdict, decode_verdict, encode_verdict
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.rendezvous.contract import JobDone
+from elastic_ext.rendezvous.contract import JobDone, NodeIdentity
 from elastic_ext.rendezvous.round_store import unreachable
 from tests.jobs import AGENT, EXT, ROOT, Finished, Job, run
 from tests.ports import free_port
@@ -71,7 +71,7 @@ def test_the_others_when_one_node_closes_the_job(preset, code, others):
 
 
 def test_others_get_one_line_of_an_agents_error():
-    verdicts = Verdicts(Settings(), SimpleNamespace(round=2, node_id="a", host="a"))
+    verdicts = Verdicts(Settings(), SimpleNamespace(part=SimpleNamespace(round=2), node=NodeIdentity("a", "a", "")))
     decision = verdicts.of_agent(OSError("x" * 10**6)).decision
     assert decision.reason.startswith("the agent on a failed: OSError: xxx")
     assert len(decision.reason) <= MAX_TEXT
@@ -79,11 +79,12 @@ def test_others_get_one_line_of_an_agents_error():
 
 def test_all_end_alike_where_one_reaches_no_other():
     """The node itself by the exception, the others by the verdict that it leaves them."""
-    handler = SimpleNamespace(round=2, node_id="a", host="a")
+    handler = SimpleNamespace(part=SimpleNamespace(round=2), node=NodeIdentity("a", "a", ""))
     error = RendezvousConnectionError(unreachable("a (10.0.0.1)", ["10.0.0.2:4000", "10.0.0.2:4001"]))
-    with pytest.raises(RendezvousConnectionError), Verdicts(Settings(), handler).left():
+    verdicts = Verdicts(Settings(), handler)
+    with pytest.raises(RendezvousConnectionError), verdicts.left():
         raise error
-    told = decode_verdict(encode_verdict(handler.closing))
+    told = decode_verdict(encode_verdict(verdicts.closing))
     decision = told.for_node("b", "design")
     assert (decision.exit_code, decision.kind, told.keeps_ledger) == (exits.exit_code_of(error), "network", True)
     assert decision.reason.startswith("a (10.0.0.1) cannot reach 10.0.0.2:4000, 10.0.0.2:4001, the stores of 2 rounds in a row")
@@ -107,7 +108,7 @@ def test_another_nodes_verdict_is_the_last_line(monkeypatch, caplog, capsys, lev
     monkeypatch.setattr(exits, "is_launcher", lambda: True)
     caplog.set_level(level, "elastic_ext")
     verdict = JobVerdict(Decision(Action.STOP, "code", "it failed", 65, "at-start"), 2, "b", "b", rank=1)
-    verdicts = Verdicts(Settings(), SimpleNamespace(round=2, node_id="a", host="a"))
+    verdicts = Verdicts(Settings(), SimpleNamespace(part=SimpleNamespace(round=2), node=NodeIdentity("a", "a", "")))
     failures = verdicts.stop(verdict, verdict.decision, remote_failure(verdict)).failures
     exits.say_last(ChildFailedError("job.py", failures), 65)
     said = capsys.readouterr().err.partition(" ERROR ")[2]

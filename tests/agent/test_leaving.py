@@ -284,10 +284,9 @@ class Node:
         monkeypatch.setattr(drains, "POLL_S", 0.001)
         job = SimpleNamespace(
             drain=Drain("n1-1-aaaaaa", "n1", 1, reason="its fan"),
-            on_event=self._look.set,
             part=SimpleNamespace(agreed=lambda topic: None, post=lambda topic, ready: self.went.append(ready.step)),
         )
-        self._watch = DrainWatch(cast("Any", job), None, lambda: self.holds, local=True)
+        self._watch = DrainWatch(cast("Any", job), None, self._look.set, lambda: self.holds, local=True)
 
     def check(self, saves: int, saved_step: int | None) -> bool:
         """The worker has told of so many saves, the last one of this step. Return whether the node can leave."""

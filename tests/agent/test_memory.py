@@ -78,7 +78,7 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
     copies = MemoryCopies(settings, run_dir)
     for number in (3, 4):
         exchange = SingleNode()
-        job = SimpleNamespace(round=number, part=SimpleNamespace(exchange=exchange), get_run_id=lambda: "run")
+        job = SimpleNamespace(part=SimpleNamespace(round=number, exchange=exchange), get_run_id=lambda: "run")
         point = resume.agree(settings, job, NodeInRound(), copies)
         (offers,) = map(read_offers, exchange.offers(0))
         assert offers.has_memory

@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 from elastic_ext.agent.observation import (
     CHANGES_PER_S,
@@ -21,6 +22,7 @@ from elastic_ext.agent.observation import (
     settle_s,
 )
 from elastic_ext.base.goodput import StateSeconds
+from elastic_ext.rendezvous.contract import NodeIdentity
 from elastic_ext.status import job_status
 from elastic_ext.status.job_status import MAX_ROUNDS, NodeReport, RoundHistory, RoundSpan
 from elastic_ext.telemetry import families
@@ -96,7 +98,7 @@ def test_rounds_end_as_workers_stop_with_a_reason():
 class Broken:
     """A rendezvous with a bug in its status."""
 
-    round, host, node_id = 1, "n0", "a"
+    node, part = NodeIdentity("a", "n0", ""), SimpleNamespace(round=1)
 
     def get_run_id(self) -> str:
         return "job"

@@ -22,6 +22,7 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report
 from elastic_ext.rendezvous.configuration import WorkerProgram
+from elastic_ext.rendezvous.contract import AgentHooks
 
 pytestmark = pytest.mark.seam  # the address of the node is looked for
 
@@ -40,7 +41,7 @@ def machine(path: str, max_restarts: int = 3, **settings: object) -> OneMachine:
     made = OneMachine(
         RendezvousParameters("ext_c10d", "localhost:0", "job", 1, 1), Settings(ledger_file=path, node_name="a", **settings)
     )
-    made.prepare(WorkerProgram("true", "default", 1, max_restarts, {}))
+    made.prepare(WorkerProgram("true", "default", 1, max_restarts, {}), AgentHooks())
     made.part = OneRound(1, made)
     return made
 
@@ -57,7 +58,7 @@ def productive(job: OneMachine | JobFile, spent: Spent = SECOND) -> float:
 def test_the_only_node_saves_each_time_it_asks(path):
     job = machine(path)
     heard: list[int] = []
-    job.on_event = lambda: heard.append(save_wanted(job.part))
+    job.hooks.on_event = lambda: heard.append(save_wanted(job.part))
     for _ in range(2):
         ask_for_save(job.part)
     assert heard == [1, 2]
@@ -118,7 +119,7 @@ def test_a_successful_job_leaves_no_file(path):
     job = machine(path)
     fails(job)
     assert Path(path).exists()
-    job.finished()
+    assert job.part.await_all_done()
     assert productive(job) == 1  # in memory
     assert not Path(path).exists()
     assert job.status().ledger.verdicts

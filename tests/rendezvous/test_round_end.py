@@ -16,7 +16,7 @@ from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence
 from elastic_ext.failures.ledger import Report
 from elastic_ext.rendezvous import round_part, topics
-from elastic_ext.rendezvous.contract import EndKind
+from elastic_ext.rendezvous.contract import AgentHooks, EndKind, NodeIdentity
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.judging import AgentPolicy
 from elastic_ext.rendezvous.patience import Patience
@@ -66,7 +66,8 @@ def test_an_interrupted_leave_is_completed_by_the_next():
 def test_the_last_verdict_says_whether_the_job_continues(earlier, last, closes):
     """earlier: that of rounds before; last: that of this round, None without one."""
     rendezvous, ended = object.__new__(EtcdRendezvous), []
-    rendezvous._timed_out, rendezvous._workers, rendezvous.host, rendezvous.node_id = False, 1, "h", "n"
+    rendezvous._timed_out, rendezvous._workers, rendezvous.node = False, 1, NodeIdentity("n", "h", "")
+    rendezvous.hooks = AgentHooks()
     participant = SimpleNamespace(header=Header(2, State.RUNNING), change_header=lambda *given, **_: ended.append(given))
     place = SimpleNamespace(participant=participant, take_s=60.0)
     rendezvous._place, rendezvous.part = place, SimpleNamespace(continues=earlier)

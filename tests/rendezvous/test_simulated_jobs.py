@@ -33,7 +33,7 @@ from elastic_ext.failures.ledger import (
 )
 from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous import board, drains, leader, topics
-from elastic_ext.rendezvous.contract import JobDone
+from elastic_ext.rendezvous.contract import JobDone, NodeIdentity
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.header_record import closed
 from elastic_ext.rendezvous.job_records import LateJoins
@@ -733,7 +733,7 @@ def test_a_new_store_that_others_have_used():
 def test_all_leave_with_the_closing_nodes_code(error):
     few = Few("ab", Limits(2, 2, 0.0))
     few.nodes["c"] = few.add("c")  # a spare
-    verdicts = Verdicts(Settings(), SimpleNamespace(round=1, node_id="a", host="a"))
+    verdicts = Verdicts(Settings(), SimpleNamespace(part=SimpleNamespace(round=1), node=NodeIdentity("a", "a", "")))
     away = isinstance(error, StorageAway)
     verdict = for_others(verdicts.of_checkpoints(error) if away else verdicts.of_agent(error), "design")
     few.nodes["a"].participant.change_header(1, lambda header: closed(header, "a", verdict), in_any_round=True)

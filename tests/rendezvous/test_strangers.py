@@ -24,6 +24,7 @@ from elastic_ext.checkpoints.agreement import nodes
 from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.rendezvous.address import loopback, own_address
 from elastic_ext.rendezvous.configuration import WorkerProgram
+from elastic_ext.rendezvous.contract import AgentHooks
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Agreed
@@ -209,8 +210,7 @@ class Agents:
         params = RendezvousParameters("ext_etcd", self.endpoint, "job", *self._nnodes, last_call_timeout=60)
         told = Settings(node_name=name, topology=name, lease_ttl=10, **settings)
         agent = EtcdRendezvous(params, told)
-        agent.attached = True
-        agent.prepare(WorkerProgram("true", "default", 1, 3, {}))
+        agent.prepare(WorkerProgram("true", "default", 1, 3, {}), AgentHooks())
         self.all.append(agent)
         return agent
 

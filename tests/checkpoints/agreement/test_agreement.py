@@ -32,6 +32,7 @@ from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.checkpoints.verifying import Mode, Verification
+from elastic_ext.rendezvous.contract import NodeIdentity
 from tests.checkpoints.choice.scenes import TRAINING, flip, resumed, saved
 from tests.checkpoints.copying.test_replicate import save as save_part
 from tests.checkpoints.formats.test_formats import save_own
@@ -442,7 +443,7 @@ def test_lost_storage_makes_all_nodes_try_again():
     text = messages.encode(messages.failure(StorageAway("no answer for 600 s")))
     with pytest.raises(StorageAway, match="no answer for 600 s") as raised:
         messages.read_agreement(text)
-    node = SimpleNamespace(round=3, node_id="a", host="host-a")
+    node = SimpleNamespace(part=SimpleNamespace(round=3), node=NodeIdentity("a", "host-a", ""))
     decision = Verdicts(Settings(), node).of_checkpoints(raised.value).decision
     assert (decision.kind, decision.rule, decision.exit_code) == ("storage", "storage-away", 75)
 

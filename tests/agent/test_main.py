@@ -51,8 +51,8 @@ NEWER = {
 
 def test_the_page_names_every_option_of_torchrun():
     """A newer torch with another option fails here: find out what it means with our agent, and write that down."""
-    section = (DOCS / "README.md").read_text().partition("| option of torchrun |")[2].partition("And in a script:")[0]
-    rows, _, others = section.partition("The others are as in torchrun:")
+    section = (DOCS / "README.md").read_text().partition("| torchrun option |")[2].partition("And in your script:")[0]
+    rows, _, others = section.partition("The others work as in torchrun:")
     documented = {each for row in rows.splitlines() for each in OPTION.findall(row.split("|")[1] if "|" in row else "")}
     documented |= set(OPTION.findall(others))
     theirs = {option for action in get_args_parser()._actions for option in action.option_strings}

@@ -68,8 +68,10 @@ def test_hugging_faces_callback_does_not_post_too(tmp_path, trainer):
     integrations = pytest.importorskip("transformers.integrations")
     if not hasattr(integrations, "KubeflowCallback"):
         pytest.skip("this version of transformers has no KubeflowCallback")
-    script = [SCRIPTS / "hf_job.py", tmp_path / "checkpoints", 12]
-    with job(tmp_path, trainer, "--nproc-per-node=1", *script, HF_HUB_OFFLINE="1") as running:
+    script, gate = [SCRIPTS / "hf_job.py", tmp_path / "checkpoints", 12], Gate(tmp_path / "gate")
+    with job(tmp_path, trainer, "--nproc-per-node=1", *script, HF_HUB_OFFLINE="1", GATE=str(gate.path)) as running:
+        trainer.wait(1)  # the steps themselves take less time than one look at the job
+        gate.open()
         done = running.finish()
     assert done.returncode == 0, done.all
     assert {(post.agent, post.wrong, post.metrics["total_steps"]) for post in trainer.posts} == {(OURS, "", "12")}

@@ -2,9 +2,10 @@
 
 hf_job.py DIR STEPS     $KILL=RANK:STEP: that rank is killed once, when its step STEP begins; $STAY: likewise, it stays there.
     $BEST: save what evaluates best. $EVERY: save every so many steps. $JIT: the Trainer's own save before it leaves, instead of
-    ours; if it is "torn", the worker is killed at the end of that save.
+    ours; if it is "torn", the worker is killed at the end of that save. $GATE: wait there after the last step.
 """
 
+import fcntl
 import os
 import signal
 import sys
@@ -78,6 +79,9 @@ callbacks = [] if jit else [SaveOnDemand()]
 trainer = made(model=model, args=args, train_dataset=Texts(), eval_dataset=Texts(), callbacks=callbacks)
 trainer.train(resume_from_checkpoint=elastic_ext.resume_from())
 end = trainer.state.global_step
+if "GATE" in os.environ:
+    with open(os.environ["GATE"]) as gate:
+        fcntl.flock(gate, fcntl.LOCK_SH)  # the test holds it
 say(f"rank {rank} attempt {attempt} told {elastic_ext.resume_step()} went {end - steps} to {end}")
 sys.stdout.flush()
 os._exit(0)  # gloo's threads may abort an interpreter that ends beside them (PyTorch issue 190489)

@@ -14,7 +14,10 @@ proved that they are of the job (`handshake`). The agent then connects again:
     anything else                 the network may be cut: only the lease can show that
 
 Nodes may die together, as those of one rack: then some die with all that kept links to them. So an agent that has declared a
-node dead looks at the nodes that this one kept links to: one that refuses a connection is doubted as above, and so on.
+node dead looks at the nodes that this one kept links to: one that refuses a connection is doubted as above, and so on. From there
+it waits for no answer before it looks further: each node has its own doubt to answer, and the last of a long row must be reached
+within DECIDE_S. Before the first is declared dead it looks no further: if something refuses all connections of a job for a
+moment, each agent doubts two nodes, not all.
 
 A link that is reset or times out makes no node suspect: a dead process closes its connections, something on the way resets them.
 The record is deleted in a transaction that compares the doubt. So a node either removes the doubt or is removed, and learns
@@ -148,10 +151,9 @@ class Watcher:
             connected = await _connect(peer)
             if not isinstance(connected, LinkEnd):
                 connected[1].close()  # it lives, or its reaper does
-            elif connected is LinkEnd.REFUSED and await self._confirm(
-                peer, lost_at + DECIDE_S, f"node {dead}, which kept a link to it, is dead"
-            ):
-                await self._look_around(node_id, lost_at)
+            elif connected is LinkEnd.REFUSED:
+                confirming = self._confirm(peer, lost_at + DECIDE_S, f"node {dead}, which kept a link to it, has ended")
+                await asyncio.gather(confirming, self._look_around(node_id, lost_at))
         except EtcdError as error:
             logger.debug("whether node %s has died, too, is unknown: %s", node_id, error)
 

@@ -13,6 +13,7 @@ __version__ = "0.2.0"
 
 _LAZY = {
     "Checkpointer": "elastic_ext.checkpoints.writing.checkpointer",
+    "ElasticSampler": "elastic_ext.training",
     "RanksMissing": "elastic_ext.base.errors",
     "accumulation": "elastic_ext.training",
     "health_barrier": "elastic_ext.training",

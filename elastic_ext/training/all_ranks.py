@@ -107,7 +107,7 @@ def accumulation(global_batch: int, micro_batch: int, ranks: int | None = None) 
     Raises UsageError: an argument, or WORLD_SIZE, is not a whole number of 1 or more.
     """
     if ranks is None:
-        ranks = _world_size()
+        ranks = world_size()
     plan = micro_steps_of(global_batch, micro_batch, ranks)
     if plan.global_batch != global_batch and plan.reason not in _warned and os.environ.get("RANK", "0") == "0":
         _warned.add(plan.reason)
@@ -134,11 +134,24 @@ def micro_steps_of(global_batch: int, micro_batch: int, ranks: int) -> Accumulat
     return Accumulation(micro_steps, used, 1 / micro_steps, reason)
 
 
-def _world_size() -> int:
+def world_size() -> int:
+    """Return the number of ranks: by torch.distributed if it is initialized, else by WORLD_SIZE, else 1. Raises UsageError."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_world_size())
-    text = os.environ.get("WORLD_SIZE", "1")
-    if not text.isascii() or not text.isdecimal():
-        raise UsageError(f"accumulation: WORLD_SIZE is {text!r}, expected a whole number, 1 or more")
+    return _whole_number("WORLD_SIZE", 1)
+
+
+def own_rank() -> int:
+    """Return the rank of this process, by torch.distributed if it is initialized, else by RANK, else 0. Raises UsageError."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    return _whole_number("RANK", 0)
+
+
+def _whole_number(name: str, least: int) -> int:
+    text = os.environ.get(name, str(least))
+    if not text.isascii() or not text.isdecimal() or int(text) < least:
+        raise UsageError(f"{name} is {text!r}, expected a whole number, {least} or more")
     return int(text)

@@ -68,7 +68,7 @@ SMALLER = {"--nodes=4 --gpus-per-node=8": "--nodes=1", "--nodes=5 --gpus-per-nod
     [
         (SBATCH.parent / "README.md", r"```sh\n(.*?)```"),
         (SBATCH, r"submit it with\n#     (.*?)\n"),
-        (ROOT / "README.md", r"```sh\n(CHECKPOINT_DIR=.*?)```"),
+        (ROOT / "elastic_ext" / "docs" / "getting-started.md", r"```sh\n(CHECKPOINT_DIR=.*?)```"),
     ],
     ids=["page", "script", "start"],
 )

@@ -53,7 +53,7 @@ class AgentPosition:
 
 @dataclass(frozen=True)
 class _Own:
-    """This host's record as it was read or written last, at this revision; 0: there is none. lease_id: its lease."""
+    """This host's record as this agent has read or written it last. revision: 0: there is none."""
 
     record: goodput.HostRecord
     revision: int = 0

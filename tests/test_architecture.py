@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 import elastic_ext
-from elastic_ext.agent.features import FEATURES, AgentFacts, FeatureRow
 from elastic_ext.base.settings import Settings
+from elastic_ext.features.row import AgentFacts, FeatureRow
+from elastic_ext.features.table import FEATURES
 
 PACKAGE = Path(elastic_ext.__file__).parent
 
-# A subpackage may import those in its row, and itself. "." is what lies at the top: the version and the names for scripts.
+# A subpackage may import those in its row, and itself. "." is what lies at the top: the version and the names for scripts. "rows"
+# is what is known of each feature that is off, too, and "features" the rest of their folders: the agent has only the rows.
 MAY_IMPORT = {
     "base": "",
     ".": "base",
@@ -34,7 +36,9 @@ MAY_IMPORT = {
     "rendezvous": "base etcd failures",
     "own_etcd": "base etcd failures rendezvous",
     "embedded": "base etcd failures own_etcd rendezvous",
-    "agent": ". base checkpoints events failures embedded hangs http own_etcd rendezvous status telemetry workers",
+    "rows": "base telemetry",
+    "agent": ". base checkpoints events failures embedded hangs http own_etcd rendezvous rows status telemetry workers",
+    "features": "agent base checkpoints failures hangs rendezvous rows telemetry workers",
     "cli": ". base checkpoints embedded etcd failures own_etcd planning rendezvous status telemetry timeline workers",
 }
 
@@ -81,8 +85,6 @@ def imported(path: Path) -> Iterator[str]:
             assert node.module is not None
             full = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in modules() else node.module for name in full)
-    if path == PACKAGE / "agent/features.py":  # its table names them
-        yield from (f"elastic_ext.{of_feature(row)}" for row in FEATURES)
 
 
 def loaded_with(*names: str) -> set[str]:
@@ -121,7 +123,7 @@ def test_one_machine_loads_nothing_for_several():
     assert several >= OF_SEVERAL_MACHINES - {"etcd.client", "etcd.watch", "etcd.lease", "etcd.calls", "embedded.process"}
 
 
-# What an agent loads only if it is asked for, besides the features of `agent/features.py`: not even a failure needs it otherwise.
+# What an agent loads only if it is asked for, besides the features of `features/table.py`: not even a failure needs it otherwise.
 ASKED_FOR = {
     "events.output": "events_file, or a variable of OpenTelemetry",
     "failures.slurm": "a job of Slurm",
@@ -136,7 +138,7 @@ ASKED_FOR = {
 
 
 def of_feature(row: FeatureRow) -> str:
-    return f"agent.{row.where.partition(':')[0]}"
+    return row.where.partition(":")[0]
 
 
 def short(names: Iterable[str]) -> set[str]:
@@ -202,6 +204,8 @@ def test_the_loop_knows_no_feature():
 
 def subpackage(name: str) -> str:
     parts = name.split(".")
+    if parts[1:2] == ["features"] and (len(parts) < 4 or parts[3] == "rows"):
+        return "rows"
     return parts[1] if len(parts) > 2 or ((PACKAGE / parts[-1]).is_dir() and len(parts) == 2) else "."
 
 

@@ -11,9 +11,10 @@ import torch
 
 from elastic_ext.agent import features
 from elastic_ext.agent.feature import Feature
-from elastic_ext.agent.features import FEATURES, AgentFacts
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
+from elastic_ext.features.row import AgentFacts
+from elastic_ext.features.table import FEATURES
 from tests.jobs import SCRIPTS, run
 
 BARE = ["stragglers", "hangs"]  # of two workers on one machine, with no setting
@@ -88,7 +89,7 @@ def test_a_bare_job_loads_no_feature_more(tmp_path: Path) -> None:
     found = set(loaded.read_text().split())
     facts = AgentFacts(Settings(), one_machine=True, nccl=torch.distributed.is_nccl_available())
     for row in FEATURES:
-        loads = f"elastic_ext.agent.{row.where.partition(':')[0]}" in found
+        loads = f"elastic_ext.{row.where.partition(':')[0]}" in found
         assert row.on(facts) <= loads <= row.name.startswith("hangs"), row.name
     assert not {name for name in found if name.startswith("elastic_ext.checkpoints")}
     asked_for = ("events.output", "failures.slurm", "failures.user_rules", "hangs.lateness", "workers.standby.pool")

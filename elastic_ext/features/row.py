@@ -1,0 +1,36 @@
+"""What is known of each feature, also of one that is off: its row. So neither this nor the `rows` of a feature load much."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from elastic_ext.base.settings import Settings
+
+
+@dataclass(frozen=True)
+class AgentFacts:
+    """What says whether a feature has anything to do."""
+
+    settings: Settings
+    one_machine: bool = False  # no other node can join the job
+    workers: int = 1  # of this node
+    nccl: bool = False  # torch has NCCL
+
+    @property
+    def saves(self) -> bool:
+        return self.settings.checkpoint_dir is not None
+
+    @property
+    def compares_ranks(self) -> bool:
+        alone = self.one_machine and self.workers == 1
+        return self.settings.stragglers != "off" and not alone
+
+
+@dataclass(frozen=True)
+class FeatureRow:
+    """One feature. where: its module in this package, and its class. on: whether it has anything to do; pure."""
+
+    name: str
+    where: str
+    on: Callable[[AgentFacts], bool]

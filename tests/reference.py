@@ -19,14 +19,14 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_names import PrivateNames
 from elastic_ext.failures import policy
 from elastic_ext.failures.rules import RULES, Rule
+from elastic_ext.features.table import FEATURES
 from elastic_ext.status import job_status
 from elastic_ext.telemetry import families
 from tests import versions
 from tests.jobs import ROOT
 
 DOCS = ROOT / "elastic_ext" / "docs"
-EVENT_SCHEMA = json.loads((ROOT / "elastic_ext" / "events" / "events.schema.json").read_text())
-EVENTS = {each["if"]["properties"]["event"]["const"]: each["then"] for each in EVENT_SCHEMA["allOf"]}  # by name
+EVENT_FILE = ROOT / "elastic_ext" / "events" / "events.schema.json"
 JOB_SCHEMA = ROOT / "elastic_ext" / "status" / "job.schema.json"
 
 TIERS = ("your own", "stop requested", "hardware", "program output", "exit code or signal alone")
@@ -41,6 +41,23 @@ EXIT_CODES = {
     EX_CONFIG: "wrong usage or configuration: nothing was started, or this node cannot take part (`stock`: then 1)",
     EX_USER: "stopped by the user",
 }
+
+
+def with_events_of_features(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of events, in which those with a $comment are by `events.json` of the features' folders."""
+    found: dict[str, Any] = {}
+    for path in sorted((ROOT / "elastic_ext" / "features").glob("*/events.json")):
+        for name, event in json.loads(path.read_text()).items():
+            then = event | {"required": list(event["properties"])}
+            comment = f"of features/{path.parent.name}/{path.name}"
+            found[name] = {"$comment": comment, "if": {"properties": {"event": {"const": name}}}, "then": then}
+    known = {each["if"]["properties"]["event"]["const"]: each for each in schema["allOf"]}
+    kept = [found.pop(name, each) for name, each in known.items() if name in found or "$comment" not in each]
+    return schema | {"allOf": [*kept, *found.values()]}
+
+
+EVENT_SCHEMA = with_events_of_features(json.loads(EVENT_FILE.read_text()))
+EVENTS = {each["if"]["properties"]["event"]["const"]: each["then"] for each in EVENT_SCHEMA["allOf"]}  # by name
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -82,9 +99,9 @@ def metrics() -> str:
         families.WORKERS,
         families.OTHERS,
         families.VERDICTS,
-        families.LATENESS,
         families.ETCD,
         families.GOODPUT,
+        *(row.metrics for row in FEATURES),
     )
     for name, family in (item for table in tables for item in table.items()):
         kind = family.new(name).type
@@ -125,6 +142,10 @@ def events() -> str:
             meaning, unit = re.fullmatch(r"(.*?)(?: \((s|steps)\))?", of["description"]).groups("")  # type: ignore[union-attr]
             rows.append(("", f"`{field}`", field_type(of), unit, meaning))
     return table(("event", "field", "type", "unit", "what"), rows)
+
+
+def event_schema() -> str:
+    return json.dumps(EVENT_SCHEMA, indent=1) + "\n"
 
 
 def job_schema() -> str:
@@ -180,6 +201,7 @@ def parted(name: str) -> tuple[str, str, str]:
 
 def write() -> None:
     """Write all tables and schemas."""
+    EVENT_FILE.write_text(event_schema())
     for name, (page, make) in TABLES.items():
         before, _, after = parted(name)
         (DOCS / page).write_text(before + make() + after)

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "events": "base",
     "telemetry": "base events workers",
     "http": "base",
-    "status": "base failures rendezvous telemetry",
+    "status": "base failures rendezvous rows telemetry",
     "timeline": "base events telemetry",
     "failures": "base",
     "workers": "base",
@@ -57,7 +57,8 @@ PURE = (
         "checkpoints/memory/pace.py",
         "checkpoints/record/proof.py",
     ),
-    *("hangs/detector.py", "hangs/lateness.py", "hangs/unanswered.py"),
+    *("hangs/detector.py", "hangs/unanswered.py"),
+    *(f"features/{path.parent.name}/decide.py" for path in sorted(PACKAGE.glob("features/*/decide.py"))),
     "planning/advice.py",
 )
 
@@ -162,7 +163,7 @@ def test_an_agent_loads_only_what_is_on():
     assert not found & {of_feature(row) for row in FEATURES}
     assert not found & ASKED_FOR.keys()
     assert not {name for name in found if subpackage(f"elastic_ext.{name}") == "checkpoints"}
-    assert not found & {"hangs.watch", "hangs.lateness"}
+    assert not found & {"hangs.watch", "features.stragglers.decide"}
 
 
 CHECKPOINTS = {"checkpoints.agreement.nodes", "checkpoints.choice.listing", "checkpoints.storage"}
@@ -172,7 +173,7 @@ ONLY_WITH = {
     "drains": {"agent.drains"},
     "drains with checkpoint_dir": {"agent.published", "agent.drains", *CHECKPOINTS - {"checkpoints.agreement.nodes"}},
     "integrity": {"agent.integrity"},
-    "stragglers": {"hangs.lateness"},
+    "stragglers": {"features.stragglers.decide"},
     "record of saves": {"checkpoints.record.stored", "checkpoints.record.proof"},
     "hangs": {"hangs.watch"},
     "hangs with NCCL": {"hangs.watch", "agent.flight_recorder"},

@@ -14,6 +14,10 @@ def test_a_table_is_the_codes(name):
     assert shown == reference.TABLES[name][1](), "make reference writes it"
 
 
+def test_the_event_schema_is_the_codes():
+    assert reference.EVENT_FILE.read_text() == reference.event_schema(), "make reference writes it"
+
+
 def test_the_status_schema_is_the_codes():
     assert reference.JOB_SCHEMA.read_text() == reference.job_schema(), "make reference writes it"
 

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from signal import Signals
 from types import TracebackType
 
@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 import elastic_ext
 from elastic_ext.agent import beginning, companion, exits, launch, verdicts
 from elastic_ext.agent.verdicts import FailedWorker
-from elastic_ext.base import errors, printable, threads
+from elastic_ext.base import errors, threads
 from elastic_ext.base.settings import Settings
 from elastic_ext.events import receivers
 from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryTrace, Source
@@ -29,7 +29,6 @@ from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
-from elastic_ext.status.job_status import Straggler
 from elastic_ext.telemetry import agent_metrics, families
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ class _Reported:
 
     members: tuple[int, int] | None = None  # nodes and workers of the last round
     saved_step: int | None = None  # of this round
-    late: Mapping[tuple[str, int], Straggler] = field(default_factory=dict)  # stragglers of this round, by host and rank
 
 
 class Journal(companion.Companion):
@@ -154,26 +152,6 @@ class Journal(companion.Companion):
         found, quiet_s = culprits.values(), None if since is None else max(0.0, time.monotonic() - since)
         self.events.emit("hang", culprits=[each.rank for each in found], reasons=[each.reason for each in found], seconds=quiet_s)
 
-    def late(self, stragglers: Sequence[Straggler]) -> None:
-        """Report each rank or host that is late from now on, or no longer, also in the log. Any thread may call this."""
-        now = {(each.node, each.rank): each for each in stragglers}
-        before, self._reported.late = self._reported.late, now
-        changed = [(each, True) for key, each in now.items() if key not in before]
-        changed += [(each, False) for key, each in before.items() if key not in now]
-        for each, late in changed:
-            logger.warning("elastic_ext: %s", printable.shown(each.text if late else f"{each.who} is late no longer"))
-            self.events.emit(
-                "straggler",
-                late=late,
-                host=each.node,
-                rank=each.rank if each.rank >= 0 else None,
-                seconds=each.late_s,
-                p90_seconds=each.p90_s,
-                step_seconds=each.step_s,
-                share=each.share,
-                error_seconds=each.error_s,
-            )
-
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
         """Report a failure on this node and of the verdict; return the text for the log. See `verdicts.failure_text`."""
         diagnosis, evidence = cause.diagnosis, cause.diagnosis.evidence
@@ -255,7 +233,6 @@ class Journal(companion.Companion):
         codes = {str(rank): exits_[local].exitcode if local in exits_ else None for local, rank in workers.ranks.items()}
         self.events.emit("workers_stopped", exit_codes=codes, seconds=max(0.0, time.monotonic() - self._began))
         self._workers = self._reported.saved_step = None
-        self._reported.late = {}
 
     def _look_for_first_steps(self) -> None:
         """Report once per round when all workers of this node have made a step."""

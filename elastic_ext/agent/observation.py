@@ -14,6 +14,7 @@ import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -25,22 +26,16 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
+from elastic_ext.features.table import FEATURES
 from elastic_ext.http import pages, server
 from elastic_ext.http import tls as server_tls
 from elastic_ext.rendezvous.address import is_loopback
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.status import job_status
-from elastic_ext.status.job_status import NodeReport, Own, ReportAges, RoundHistory, Sources, Straggler, age_s
+from elastic_ext.status.job_status import NodeReport, Own, ReportAges, RoundHistory, Sources, age_s
 from elastic_ext.telemetry import families
-from elastic_ext.telemetry.agent_metrics import (
-    AgentMetrics,
-    EtcdHealth,
-    LatenessMetrics,
-    OutageChange,
-    VerdictMetrics,
-    WorkerProgress,
-)
+from elastic_ext.telemetry.agent_metrics import AgentMetrics, EtcdHealth, OutageChange, VerdictMetrics, WorkerProgress
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
@@ -150,7 +145,7 @@ class JobView:
     def _report(self, last: bool) -> bool:
         """Return whether it was written."""
         report = self._node.now(time.monotonic()).report
-        shown = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=(), gauges=())
+        shown = report if report.node_rank == 0 else job_status.of_one_node(report)
         try:
             self._handler.show(job_status.encode_report(shown), last)
         except (errors.ElasticExtError, OSError) as error:
@@ -264,7 +259,7 @@ class OwnNode:
         self.place = NodePlace()
         self.on_state: Callable[[], None] = lambda: None  # called by the loop when its state has changed; it must return at once
         self.read_gauges: Callable[[], Mapping[str, float]] = dict  # of the script of rank 0, if it is on this node
-        self._stragglers: tuple[Straggler, ...] = ()
+        self._found: dict[str, Callable[[NodeReport], NodeReport]] = {}  # by feature
         self._uncompared = ""
         self._handler, self._metrics = handler, metrics
         self._history, self._points = RoundHistory(), Points()
@@ -281,11 +276,11 @@ class OwnNode:
         with self._lock:
             self._history.explain(self._handler.part.round, why)
 
-    def late(self, stragglers: tuple[Straggler, ...]) -> None:
-        """Note which ranks and hosts of the job are late. Any thread may call this."""
+    def found(self, feature: str, told: Callable[[NodeReport], NodeReport], news: bool) -> None:
+        """Note how a feature fills this node's reports from now on. news: report it soon. Any thread may call this."""
         with self._lock:
-            before, self._stragglers = self._stragglers, stragglers
-        if [each.who for each in before] != [each.who for each in stragglers]:
+            self._found[feature] = told
+        if news:
             self.on_state()
 
     def uncompared(self, why: str) -> None:
@@ -309,7 +304,9 @@ class OwnNode:
             if report.step is not None or report.saved_step is not None:
                 self._last = now, report
             spans = self._history.spans(now)
-            report = replace(report, rounds=spans, stragglers=self._stragglers, uncompared=self._uncompared, gauges=gauges)
+            report = replace(report, rounds=spans, uncompared=self._uncompared, gauges=gauges)
+            for told in self._found.values():
+                report = told(report)
             return Own(self._handler.node.id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
 
 
@@ -355,6 +352,17 @@ class Serving:
             self._server.close()
 
 
+class FeatureMetrics(families.FamilyCollector):
+    """What features measure. The names of those that are off are there, too."""
+
+    table: ClassVar = {name: family for row in FEATURES for name, family in row.metrics.items()}
+
+    def show(self, **values: Mapping[families.Labels, float]) -> None:
+        """Show these series of each of these families, and no others."""
+        with self._lock:
+            self._values |= {f"elastic_ext_{name}": dict(series) for name, series in values.items()}
+
+
 class Observation(companion.Companion):
     """Shows what happens, from construction to `close`."""
 
@@ -371,9 +379,9 @@ class Observation(companion.Companion):
         self.goodput = metrics.goodput  # where the time goes
         self.goodput.share_with(handler.share_goodput)
         self.verdicts = VerdictMetrics(handler.node.host, settings.refuse_node)  # counts them, and hangs
-        self._lateness = LatenessMetrics()
+        self.of_features = FeatureMetrics()
         metrics.registry.register(self.verdicts)
-        metrics.registry.register(self._lateness)
+        metrics.registry.register(self.of_features)
         self._decided = 0  # the last round with a verdict
         etcd = EtcdHealth(settings.lease_ttl * OUTAGE_SHARE, on_outage)
         if (lease_until := handler.observe_etcd(etcd)) is not None:
@@ -404,18 +412,12 @@ class Observation(companion.Companion):
         rows = self._metrics.progress() or self._last_rows
         return next((dict(each.row.gauges) for each in rows if each.rank == rank), {})
 
-    def late(self, stragglers: Sequence[Straggler], largest: float | None) -> None:
-        """Show which ranks and hosts are late. largest: share of a step of the latest, named or not; None if unknown."""
-        self._lateness.show([(each.node, each.rank, each.late_s, each.share) for each in stragglers], largest)
-        self.node.late(tuple(stragglers))
-
     def uncompared(self, workers: int | None, why: str) -> None:
         """Show of how many workers here no replicas are compared, and why; None: no worker runs."""
         self._metrics.uncompared(workers)
         self.node.uncompared(why)
 
     def workers_ended(self, workers: companion.LocalWorkers) -> None:
-        self.late((), None)
         self.node.now(time.monotonic())  # how far they came: their progress table can still be read
         self._last_rows = workers.rows()
 

@@ -55,6 +55,7 @@ Count = Annotated[int, Within(0, 2**31 - 1)]
 Port = Annotated[int, Within(0, 65535)]
 Rank = Annotated[int, Within(-1, 2**31 - 1)]  # -1: no worker
 Seconds = Annotated[float, Within(0, 1e9)]  # clocks and select() do not accept arbitrary numbers
+Ratio = Annotated[float, Within(0, 1e9)]
 ZeroOrOne = Annotated[int, Within(0, 1)]
 Name = Annotated[str, is_name]
 NameOrEmpty = Annotated[str, lambda text: not text or is_name(text)]

@@ -9,7 +9,7 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
     save/N/go                   "1", once all agents have acknowledged it   the last agent          worker of rank 0
     save/N/at                   "BOUNDARY NUMBER": the step boundary of     worker of rank 0        workers
                                 the save, and the last request it answers
-    late/STEP/NODE              a hangs.lateness.NodeSample, taken after      each agent; deleted     agent of group rank 0
+    late/STEP/NODE              a stragglers.decide.NodeSample, after       each agent; deleted     agent of group rank 0
                                 this step, by group rank of the node        by it two samples on
     clock/STEP/NODE/N           "": the N-th question what time it is       agent of group rank 0   that node's agent
                                 there; "none": there will be no question

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from elastic_ext.base.settings import Settings
+from elastic_ext.telemetry.families import Family
 
 
 @dataclass(frozen=True)
@@ -21,11 +22,6 @@ class AgentFacts:
     def saves(self) -> bool:
         return self.settings.checkpoint_dir is not None
 
-    @property
-    def compares_ranks(self) -> bool:
-        alone = self.one_machine and self.workers == 1
-        return self.settings.stragglers != "off" and not alone
-
 
 @dataclass(frozen=True)
 class FeatureRow:
@@ -34,3 +30,4 @@ class FeatureRow:
     name: str
     where: str
     on: Callable[[AgentFacts], bool]
+    metrics: Mapping[str, Family] = field(default_factory=dict)  # by name; `observation.FeatureMetrics` has their values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic_ext.features.row import FeatureRow
+from elastic_ext.features.stragglers.rows import STRAGGLERS
 
 # In this order the loop calls those of a round; then come those that show and report what these have found.
 FEATURES = (
@@ -11,7 +12,7 @@ FEATURES = (
     FeatureRow("drains", "agent.drains:Drains", lambda known: not known.one_machine and not known.saves),
     FeatureRow("drains with checkpoint_dir", "agent.published:ToSaves", lambda known: not known.one_machine and known.saves),
     FeatureRow("integrity", "agent.integrity:Integrity", lambda known: known.settings.integrity_every > 0),
-    FeatureRow("stragglers", "agent.lateness:Stragglers", lambda known: known.compares_ranks),
+    STRAGGLERS,
     FeatureRow("record of saves", "agent.save_watch:RecordOfSaves", lambda known: known.saves),
     FeatureRow("hangs", "agent.hangs:Hangs", lambda known: known.settings.hang and not known.nccl),
     FeatureRow("hangs with NCCL", "agent.flight_recorder:HangsWithRecords", lambda known: known.settings.hang and known.nccl),

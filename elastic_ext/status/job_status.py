@@ -15,9 +15,10 @@ from typing import Annotated
 
 from elastic_ext.base import goodput, records
 from elastic_ext.base.printable import counted, cut, shown
-from elastic_ext.base.records import Count, NameOrEmpty, Rank, RecordError, Seconds, Within
+from elastic_ext.base.records import Count, NameOrEmpty, Rank, Ratio, RecordError, Seconds, Within
 from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
+from elastic_ext.features.stragglers.rows import Straggler
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
 from elastic_ext.telemetry import families
@@ -29,34 +30,6 @@ MAX_GAUGES = 32  # of the script of rank 0
 MAX_GAUGE = 64  # characters of its name; Kubeflow Trainer takes as many
 
 Step = Annotated[int, Within(0, 2**63 - 1)]
-Ratio = Annotated[float, Within(0, 1e9)]
-
-
-@dataclass(frozen=True)
-class Straggler:
-    """A rank, or a host (rank -1), that is late: it issues the collectives of a step later than the others (`hangs.lateness`)."""
-
-    node: NameOrEmpty
-    rank: Rank
-    # late_s, p90_s: per step, median and 90th percentile
-    late_s: Seconds
-    p90_s: Seconds
-    step_s: Seconds
-    share: Ratio  # part of a step that it is late by
-    error_s: Seconds = 0.0  # by how much late_s may be wrong, because the clocks of hosts differ; 0 within a host
-
-    @property
-    def who(self) -> str:
-        return f"rank {self.rank} on {self.node}" if self.rank >= 0 else f"{self.node}, with all its ranks,"
-
-    @property
-    def text(self) -> str:
-        clocks = f" (clocks aligned to {self.error_s * 1e3:.2g} ms)" if self.error_s else ""
-        return f"{self.who} is late by {_ms(self.late_s)} of a step of {_ms(self.step_s)}: {self.share:.0%}{clocks}"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True)
@@ -109,6 +82,11 @@ class NodeReport:
     rounds: tuple[RoundSpan, ...] = ()
     gauges: tuple[ScriptGauge, ...] = ()
     total_steps: Step | None = None  # of the whole job, as its script reported them
+
+
+def of_one_node(report: NodeReport) -> NodeReport:
+    """Return a report without what is of the whole job, which only the node of rank 0 reports."""
+    return replace(report, rounds=(), stragglers=(), gauges=())
 
 
 def encode_report(report: NodeReport) -> str:

@@ -414,7 +414,7 @@ def _named(device: str, host: Sequence[str]) -> str:
     return host[int(device)] if device.isdecimal() and int(device) < len(host) else ""
 
 
-# Of what an agent learns from others: verdicts, hangs and stragglers of the job, calls of etcd.
+# Of what an agent learns from others: verdicts and hangs of the job, calls of etcd.
 
 REPLACE = "replace_node"
 
@@ -460,22 +460,6 @@ class VerdictMetrics(families.FamilyCollector):
             self._refused = {host: until for host, until in self._refused.items() if until > now}
             self._set(refused_nodes=len(self._refused))
         yield from super().values()
-
-
-class LatenessMetrics(families.FamilyCollector):
-    table = families.LATENESS
-
-    def show(self, named: Iterable[tuple[str, int, float, float]], largest: float | None) -> None:
-        """Show these and no others.
-
-        named: host, rank (-1: the whole host), seconds and share of a step of each. largest: share of the latest, named or not;
-        None if unknown.
-        """
-        found = {(printable.shown(host), str(rank) if rank >= 0 else ""): (late_s, share) for host, rank, late_s, share in named}
-        with self._lock:
-            self._set(lateness_largest_ratio=largest)
-            self._values["elastic_ext_straggler_seconds"] = {labels: late_s for labels, (late_s, _) in found.items()}
-            self._values["elastic_ext_straggler_ratio"] = {labels: share for labels, (_, share) in found.items()}
 
 
 @dataclass(frozen=True)

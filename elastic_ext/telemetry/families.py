@@ -323,21 +323,6 @@ VERDICTS = {
     ),
     "elastic_ext_refused_nodes": gauge("Hosts that the job refuses now, by the verdicts that this agent has seen.", known=ZERO),
 }
-# Of the whole job, on the agent of rank 0 only; see `agent_metrics`.
-LATENESS = {
-    "elastic_ext_straggler_seconds": gauge(
-        "By how much a named straggler issues the collectives of a step later than the others, median; rank is empty for a whole "
-        "host. Of the whole job, on the agent of rank 0 only.",
-        "host",
-        "rank",
-        most="32",
-    ),
-    "elastic_ext_straggler_ratio": gauge("The same, as a share of the step.", "host", "rank", most="32"),
-    "elastic_ext_lateness_largest_ratio": gauge(
-        "The latest rank or host of the job by the last comparison, named or not, as a share of a step; on the agent of rank 0 "
-        "only."
-    ),
-}
 # With ext_etcd, and with ext_c10d over several nodes, whose store speaks the same API; see `agent_metrics`.
 ETCD = {
     "elastic_ext_etcd_call_seconds": histogram(

@@ -107,7 +107,7 @@ def collective_path(stacks: "str | None") -> "str | None":
 
 
 def issued_path(stacks: "str | None") -> "str | None":
-    """Return where the worker writes when it issued its collectives, as a `hangs.lateness.WorkerSample`. stacks: see there."""
+    """Return where the worker writes when it issued its collectives, as a `stragglers.decide.WorkerSample`. stacks: see there."""
     return None if stacks is None else f"{stacks}.issued"
 
 

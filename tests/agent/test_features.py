@@ -92,5 +92,5 @@ def test_a_bare_job_loads_no_feature_more(tmp_path: Path) -> None:
         loads = f"elastic_ext.{row.where.partition(':')[0]}" in found
         assert row.on(facts) <= loads <= row.name.startswith("hangs"), row.name
     assert not {name for name in found if name.startswith("elastic_ext.checkpoints")}
-    asked_for = ("events.output", "failures.slurm", "failures.user_rules", "hangs.lateness", "workers.standby.pool")
+    asked_for = ("events.output", "failures.slurm", "failures.user_rules", "features.stragglers.decide", "workers.standby.pool")
     assert not found & {f"elastic_ext.{name}" for name in asked_for}

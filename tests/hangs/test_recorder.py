@@ -10,7 +10,8 @@ import pytest
 
 from elastic_ext.base.diagnosis import Collective
 from elastic_ext.checkpoints.ranks import DESCRIPTION
-from elastic_ext.hangs import lateness, stacks
+from elastic_ext.features.stragglers import decide
+from elastic_ext.hangs import stacks
 from elastic_ext.hangs.detector import WaitFor
 from elastic_ext.hangs.process_stats import ProcessStats
 from elastic_ext.hangs.stacks import Stay, without_our_thread
@@ -365,7 +366,7 @@ def test_ranks_sample_after_the_same_steps(four_ranks):
     steps[0], four_ranks[0] = 129, 128 * 6 + 10
     sampler.look(15 * S)
     (text,) = published
-    sample = lateness.decode_worker(text, "it")
+    sample = decide.decode_worker(text, "it")
     assert (sample.step, sample.step_us) == (128, 13 * 10**6 // 128)
     (window,) = sample.windows
     assert (window.group, window.first, window.per_step, len(window.after_us)) == ("gloo 0 0 4", 512, 6.0, 256)

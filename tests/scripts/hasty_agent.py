@@ -2,12 +2,12 @@
 
 import sys
 
-from elastic_ext.agent import lateness
 from elastic_ext.agent.__main__ import main
 from elastic_ext.checkpoints.copying import copier
+from elastic_ext.features.stragglers import watch
 
 copier.STALL_S = 2.0
-lateness.REPLACE_AFTER_S = 1.0
+watch.REPLACE_AFTER_S = 1.0
 
 if __name__ == "__main__":
     sys.exit(main())

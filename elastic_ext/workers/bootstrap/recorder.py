@@ -1,5 +1,5 @@
 """Reads torch's flight recorder in a worker: since when has a collective of this process been outstanding, and which? And when
-did this rank issue its last collectives, which the agents compare with the other ranks (`hangs.lateness`)?
+did this rank issue its last collectives, which the agents compare with the other ranks (`features.stragglers.decide`)?
 
 The recorder counts, per process group, the last collective that was enqueued and the last that has completed (torch 2.8 to 2.15,
 NCCL and gloo). Asked for these counts alone, it answers in less than a millisecond, wherever the training thread is. But they may
@@ -230,7 +230,7 @@ class Sampler:
     def __init__(self, steps: "Callable[[], int]", publish: "Callable[[str], None]", which: "str | None" = "auto") -> None:
         """Prepare.
 
-        steps: returns the number of steps done. publish: gets a sample, a `hangs.lateness.WorkerSample` as JSON. which: "auto"
+        steps: returns the number of steps done. publish: gets a sample, a `stragglers.decide.WorkerSample` as JSON. which: "auto"
         or "all", as in the setting `stragglers`; None: it is off.
         """
         self.at_step = 0  # the number of steps after which the next sample is due; 0: that is not known yet

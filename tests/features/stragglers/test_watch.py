@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from elastic_ext.agent import lateness
 from elastic_ext.agent.companion import LocalWorkers, RoundPlace
-from elastic_ext.agent.lateness import LatenessWatch, SlowNodes
 from elastic_ext.base import round_store
-from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, RankSample, Streak, WorkerSample
+from elastic_ext.features.stragglers.decide import Alignment, Late, NodeSample, RankSample, Streak, WorkerSample
+from elastic_ext.features.stragglers.watch import LatenessWatch, SlowNodes
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from tests.etcd_server import EtcdServer
@@ -152,8 +151,8 @@ def test_a_newer_sample_ends_questions_about_the_old(tmp_path):
 
 def test_nodes_without_a_sample_are_waited_for_together(monkeypatch):
     """They may sample more rarely than the node of rank 0. A thousand of them would hold it up for a minute."""
-    monkeypatch.setattr(lateness, "WAIT_S", 0.0)
-    monkeypatch.setattr(lateness, "LOOK_S", LIMIT_S)
+    monkeypatch.setattr("elastic_ext.features.stragglers.watch.WAIT_S", 0.0)
+    monkeypatch.setattr("elastic_ext.features.stragglers.watch.LOOK_S", LIMIT_S)
     watch = LatenessWatch(RoundPlace("n0", 0, 1000, 1000, ("", 0)), lambda found, named: None, Asked())
     watch._store = HashStore()
     own = NodeSample("n0", "clock", (RankSample(0, WorkerSample(128, 60_000)),))

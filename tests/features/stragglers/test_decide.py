@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from elastic_ext.hangs import lateness
-from elastic_ext.hangs.lateness import (
+from elastic_ext.features.stragglers import decide
+from elastic_ext.features.stragglers.decide import (
     UNKNOWN_CLOCK,
     Alignment,
     Late,
@@ -220,29 +220,29 @@ def test_naming_takes_three_comparisons_and_ends_after_two():
     streaks: Mapping = {}
     for count, named in ((1, 0), (2, 0), (3, 1)):
         streaks = follow(streaks, [late(20 * MS)], count * 10.0)
-        assert len(lateness.named(streaks)) == named
-    assert lateness.named(streaks)[0].since == 10.0
+        assert len(decide.named(streaks)) == named
+    assert decide.named(streaks)[0].since == 10.0
     streaks = follow(streaks, [], 40.0)  # it was not seen
     streaks = follow(streaks, [late(1 * MS)], 50.0)
-    assert lateness.named(streaks)
-    assert not lateness.named(follow(streaks, [late(1 * MS)], 60.0))
-    assert lateness.named(follow(streaks, [late(20 * MS)], 60.0))
+    assert decide.named(streaks)
+    assert not decide.named(follow(streaks, [late(1 * MS)], 60.0))
+    assert decide.named(follow(streaks, [late(20 * MS)], 60.0))
     streaks = follow(follow({}, [late(20 * MS)], 1.0), [late(1 * MS)], 2.0)
     assert not streaks, "one noisy comparison names nobody"
 
 
 def test_a_sample_survives_the_way_to_another_node():
     (node, _) = samples(issued(lambda rank, number: 20 * MS, 4, 80, 3), 2, 3)
-    assert lateness.decode(lateness.encode(node), "late/512/0") == node
+    assert decide.decode(decide.encode(node), "late/512/0") == node
 
 
 def test_what_no_comparison_says_anything_of_is_forgotten():
     streaks: Mapping = {}
     for count in range(3):
         streaks = follow(streaks, [late(20 * MS)], count * 10.0)
-    for count in range(lateness.FORGET_UNSEEN):
+    for count in range(decide.FORGET_UNSEEN):
         streaks = follow(streaks, [], 30.0 + count)
-    assert lateness.named(streaks)
+    assert decide.named(streaks)
     assert not follow(streaks, [], 40.0)
 
 
@@ -266,7 +266,7 @@ def test_long_and_large_lateness_is_worth_a_restart(shares, expected):
     streaks: Mapping = {}
     for count, share in enumerate(shares):
         streaks = follow(streaks, [] if share is None else [late(share * STEP_US)], now := count * 10.0)
-    found = lateness.to_replace(lateness.named(streaks), now, 300.0)
+    found = decide.to_replace(decide.named(streaks), now, 300.0)
     assert (found is not None) == expected
 
 
@@ -278,4 +278,4 @@ def test_a_slow_host_that_samples_rarely_is_named(step_s):
     streaks: Mapping = {}
     for count in range(1, 3 * slow // usual + 1):
         streaks = follow(streaks, [late(20 * MS)] if count % (slow // usual) == 0 else [], count * 10.0)
-    assert lateness.named(streaks)
+    assert decide.named(streaks)

@@ -14,20 +14,23 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 from torch.distributed import DistStoreError
 
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace, read_file_of_worker
 from elastic_ext.agent.feature import Feature, RoundParts
+from elastic_ext.agent.journal import Journal
+from elastic_ext.agent.observation import Observation
 from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.base.printable import shown
-from elastic_ext.hangs import lateness
-from elastic_ext.hangs.lateness import Alignment, Late, NodeSample, Ping, RankSample, Streak
+from elastic_ext.features.stragglers import decide
+from elastic_ext.features.stragglers.decide import Alignment, Late, NodeSample, Ping, RankSample, Streak
+from elastic_ext.features.stragglers.rows import Straggler
 from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import Answer
-from elastic_ext.status.job_status import Straggler
 from elastic_ext.workers import worker_env
 
 logger = logging.getLogger(__name__)
@@ -69,7 +72,7 @@ class SlowNodes:
     def look(self, named: Sequence[Streak], now: float) -> None:
         """Ask the job if something is late enough. now: monotonic seconds. It may take seconds."""
         settings = self._job.settings
-        streak = lateness.to_replace(named, now, REPLACE_AFTER_S) if settings.stragglers == REPLACE else None
+        streak = decide.to_replace(named, now, REPLACE_AFTER_S) if settings.stragglers == REPLACE else None
         if streak is None:
             return
         reason = f"stragglers=replace: {straggler(streak).text}"
@@ -90,10 +93,15 @@ class LatenessWatch(Companion):
     """Compares the samples of one round, on a thread of its own: a store that hangs must not block the loop."""
 
     def __init__(
-        self, place: RoundPlace, on_compared: Callable[[Sequence[Late], Sequence[Streak]], None], replacement: SlowNodes
+        self,
+        place: RoundPlace,
+        on_compared: Callable[[Sequence[Late], Sequence[Streak]], None],
+        replacement: SlowNodes,
+        on_over: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_compared: called on that thread, on the node of rank 0, with all that was found, and what is named now."""
-        self._place, self._on_compared, self._replacement = place, on_compared, replacement
+        """on_compared: called on that thread, on the node of rank 0, with all that was found, and what is named now. on_over:
+        called by the loop at the end of the round."""
+        self._place, self._on_compared, self._replacement, self._on_over = place, on_compared, replacement, on_over
         self._clock = this_clock()
         self._seen: list[int] = []
         self._due: queue.SimpleQueue[bool] = queue.SimpleQueue()  # True: workers have samples; False: the round is over
@@ -124,6 +132,7 @@ class LatenessWatch(Companion):
         self._due.put(False)
         if self._thread is not None:
             self._thread.join(JOIN_S)
+        self._on_over()
 
     # On the thread.
 
@@ -151,9 +160,9 @@ class LatenessWatch(Companion):
                 self._give(sample, step, seen, forget=steps[0])
                 continue
             nodes, clocks = self._gather(sample, step)
-            found = lateness.compare(nodes, clocks)
-            streaks = lateness.follow(streaks, found, now := time.monotonic())
-            named = lateness.named(streaks)
+            found = decide.compare(nodes, clocks)
+            streaks = decide.follow(streaks, found, now := time.monotonic())
+            named = decide.named(streaks)
             if self._over.is_set():
                 return  # the end of the round waits for JOIN_S only, and what it has cleared must not come back
             self._on_compared(found, named)
@@ -166,7 +175,7 @@ class LatenessWatch(Companion):
         found = []
         for local_rank, rank in self._workers.ranks.items():
             path = worker_env.issued_path(self._workers.stacks_files.get(local_rank))
-            sample = read_file_of_worker(path, lateness.decode_worker, MAX_SAMPLE)
+            sample = read_file_of_worker(path, decide.decode_worker, MAX_SAMPLE)
             if sample is None:
                 return None
             found.append(RankSample(rank, sample))
@@ -188,7 +197,7 @@ class LatenessWatch(Companion):
         store, node = self._connected(), self._place.node
         if forget:
             store.delete_key(round_store.late(forget, node))
-        store.set(round_store.late(step, node), lateness.encode(sample))
+        store.set(round_store.late(step, node), decide.encode(sample))
         for number in range(PINGS):
             question = round_store.clock(step, node, number)
             try:
@@ -212,7 +221,7 @@ class LatenessWatch(Companion):
             store, key = self._connected(), round_store.late(step, node)
             try:
                 self._await(store, key, by)
-                sample = lateness.decode(store.get(key), key)
+                sample = decide.decode(store.get(key), key)
             except (TimeoutError, records.RecordError) as error:
                 logger.debug("lateness: no sample of node %s after step %s: %s", node, step, error)
                 continue
@@ -223,7 +232,7 @@ class LatenessWatch(Companion):
             else:
                 pings = self._ping(store, node, step) if silent < MOST_SILENT else []
                 silent += not pings
-                clocks.append(lateness.aligned(pings))
+                clocks.append(decide.aligned(pings))
         return nodes, clocks
 
     def _ping(self, store: round_store.Store, node: int, step: int) -> list[Ping]:
@@ -270,6 +279,55 @@ def straggler(streak: Streak) -> Straggler:
     )
 
 
+class ShownStragglers:
+    """Shows and reports which ranks and hosts are late in one round. Any thread may call this."""
+
+    def __init__(self, observation: Observation, journal: Journal) -> None:
+        self._observation, self._journal = observation, journal
+        self._late: dict[tuple[str, int], Straggler] = {}  # by host and rank
+
+    def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
+        stragglers = [straggler(each) for each in named]
+        now, before = {(each.node, each.rank): each for each in stragglers}, self._late
+        largest = max((each.share for each in found if each.error_us is not None), default=None)
+        self._show(now, largest)
+        for key, each in now.items():
+            if key not in before:
+                self._report(each, each.text, True)
+        for key, each in before.items():
+            if key not in now:
+                self._report(each, f"{each.who} is late no longer", False)
+
+    def over(self) -> None:
+        self._show({}, None)
+
+    def _show(self, late: dict[tuple[str, int], Straggler], largest: float | None) -> None:
+        """largest: share of a step of the latest, named or not; None if unknown."""
+        before, self._late = self._late, late
+        labelled = {(shown(each.node), str(each.rank) if each.rank >= 0 else ""): each for each in late.values()}
+        self._observation.of_features.show(
+            straggler_seconds={labels: each.late_s for labels, each in labelled.items()},
+            straggler_ratio={labels: each.share for labels, each in labelled.items()},
+            lateness_largest_ratio={(): largest} if largest is not None else {},
+        )
+        found = tuple(late.values())
+        self._observation.node.found("stragglers", lambda report: replace(report, stragglers=found), list(before) != list(late))
+
+    def _report(self, which: Straggler, text: str, late: bool) -> None:
+        logger.warning("elastic_ext: %s", shown(text))
+        self._journal.events.emit(
+            "straggler",
+            late=late,
+            host=which.node,
+            rank=which.rank if which.rank >= 0 else None,
+            seconds=which.late_s,
+            p90_seconds=which.p90_s,
+            step_seconds=which.step_s,
+            share=which.share,
+            error_seconds=which.error_s,
+        )
+
+
 class Stragglers(Feature):
     def message(self) -> Mapping[str, object]:
         return {"stragglers": "auto" if self.parts.settings.stragglers == "auto" else "all"}  # `replace` looks as `all` does
@@ -277,11 +335,5 @@ class Stragglers(Feature):
     def beside_round(self, round_: RoundParts) -> Companion | None:
         if round_.progress is None or round_.place.world == 1:
             return None
-        return LatenessWatch(round_.place, self.compared, SlowNodes(self.parts.job))
-
-    def compared(self, found: Sequence[Late], named: Sequence[Streak]) -> None:
-        """Show and report which ranks and hosts are late. Any thread may call this."""
-        stragglers = [straggler(each) for each in named]
-        largest = max((each.share for each in found if each.error_us is not None), default=None)
-        self.parts.observation.late(stragglers, largest)
-        self.parts.journal.late(stragglers)
+        news = ShownStragglers(self.parts.observation, self.parts.journal)
+        return LatenessWatch(round_.place, news.compared, SlowNodes(self.parts.job), news.over)

@@ -21,9 +21,9 @@ import measure
 
 REPOSITORY = Path(__file__).parent.parent
 PAGE = measure.RESULTS / "README.md"
-AGENT = ("elastic_ext/agent", "elastic_ext/workers", "elastic_ext/rendezvous", "elastic_ext/embedded", "elastic_ext/failures")
+AGENT = tuple(f"elastic_ext/{room}" for room in ("agent", "features", "workers", "rendezvous", "embedded", "failures"))
 ETCD = ("elastic_ext/rendezvous", "elastic_ext/etcd")
-LATENESS = ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")
+LATENESS = ("elastic_ext/hangs", "elastic_ext/features", "elastic_ext/workers/bootstrap", "elastic_ext/agent")
 SAVES = ("elastic_ext/checkpoints",)
 HEAD = """# Results
 
@@ -76,12 +76,12 @@ BENCHMARKS = (
     Benchmark("node_loss", (*AGENT, *ETCD), "--sides=ours,ours-2,stock,tuned", needs="root"),
     Benchmark("node_loss", AGENT, "--rows=node,agent,container --sides=ours,embedded,embedded-warm,stock", "embedded"),
     Benchmark("node_loss", AGENT, "--rows=node,container,join --sides=ours,warm,stock", "warm"),
-    Benchmark("hangs", ("elastic_ext/hangs", "elastic_ext/workers/bootstrap", "elastic_ext/agent")),
+    Benchmark("hangs", LATENESS),
     Benchmark("hangs", LATENESS, "--rows=elsewhere,evaluates,compiles --repeat=2", "long"),
     Benchmark("stragglers", LATENESS, "--repeat=2 --quiet-minutes=0 --samples=0", needs="root"),
     Benchmark("stragglers", LATENESS, "--rows= --samples=0", "quiet", "root"),
     Benchmark("stragglers", LATENESS, "--rows= --quiet-minutes=0", "overhead", "root"),
-    Benchmark("integrity", ("elastic_ext/workers/bootstrap", "elastic_ext/failures", "elastic_ext/agent"), "--repeat=2"),
+    Benchmark("integrity", ("elastic_ext/features", "elastic_ext/failures", "elastic_ext/agent"), "--repeat=2"),
     Benchmark("handlers", (*ETCD, "elastic_ext/embedded")),
     Benchmark("growth", ETCD, "--minutes=0.5"),
     Benchmark("rendezvous", ETCD),

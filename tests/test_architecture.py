@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "embedded": "base etcd failures own_etcd rendezvous",
     "rows": "base telemetry",
     "agent": ". base checkpoints events failures embedded hangs http own_etcd rendezvous rows status telemetry workers",
-    "features": "agent base checkpoints failures hangs rendezvous rows telemetry workers",
+    "features": "agent base checkpoints failures hangs rendezvous rows status telemetry workers",
     "cli": ". base checkpoints embedded etcd failures own_etcd planning rendezvous status telemetry timeline workers",
 }
 
@@ -172,7 +172,7 @@ ONLY_WITH = {
     "copies to checkpoint_dir": {"checkpoints.copying.copier"},
     "drains": {"agent.drains"},
     "drains with checkpoint_dir": {"agent.published", "agent.drains", *CHECKPOINTS - {"checkpoints.agreement.nodes"}},
-    "integrity": {"agent.integrity"},
+    "integrity": {"features.integrity.watch"},
     "stragglers": {"features.stragglers.decide"},
     "record of saves": {"checkpoints.record.stored", "checkpoints.record.proof"},
     "hangs": {"hangs.watch"},

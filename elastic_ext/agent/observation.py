@@ -20,7 +20,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext.agent import companion, exits, verdicts
-from elastic_ext.base import errors, printable, threads
+from elastic_ext.base import errors, threads
 from elastic_ext.base.goodput import StateSeconds
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.wakeup import Wakeup
@@ -260,7 +260,6 @@ class OwnNode:
         self.on_state: Callable[[], None] = lambda: None  # called by the loop when its state has changed; it must return at once
         self.read_gauges: Callable[[], Mapping[str, float]] = dict  # of the script of rank 0, if it is on this node
         self._found: dict[str, Callable[[NodeReport], NodeReport]] = {}  # by feature
-        self._uncompared = ""
         self._handler, self._metrics = handler, metrics
         self._history, self._points = RoundHistory(), Points()
         self._lock = threading.Lock()
@@ -283,13 +282,6 @@ class OwnNode:
         if news:
             self.on_state()
 
-    def uncompared(self, why: str) -> None:
-        """Note why no replicas of workers here are compared; "" if they are, or if none need be."""
-        with self._lock:
-            before, self._uncompared = self._uncompared, printable.cut(why, job_status.MAX_WHY)
-        if before != self._uncompared:
-            self.on_state()
-
     def now(self, now: float) -> Own:
         """Return what it knows at `now`."""
         report = own_report(self._handler.node.host, self._metrics, self.place, self._handler.part.round, now)
@@ -304,7 +296,7 @@ class OwnNode:
             if report.step is not None or report.saved_step is not None:
                 self._last = now, report
             spans = self._history.spans(now)
-            report = replace(report, rounds=spans, uncompared=self._uncompared, gauges=gauges)
+            report = replace(report, rounds=spans, gauges=gauges)
             for told in self._found.values():
                 report = told(report)
             return Own(self._handler.node.id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
@@ -411,11 +403,6 @@ class Observation(companion.Companion):
         """Return what the script of this rank reports, if it is on this node: in this round, or at the end of the last one."""
         rows = self._metrics.progress() or self._last_rows
         return next((dict(each.row.gauges) for each in rows if each.rank == rank), {})
-
-    def uncompared(self, workers: int | None, why: str) -> None:
-        """Show of how many workers here no replicas are compared, and why; None: no worker runs."""
-        self._metrics.uncompared(workers)
-        self.node.uncompared(why)
 
     def workers_ended(self, workers: companion.LocalWorkers) -> None:
         self.node.now(time.monotonic())  # how far they came: their progress table can still be read

@@ -7,7 +7,7 @@ say) makes no pair.
 Whether ranks that fail or hang wait for one that has ended with 0: each agent sees the ends of its own workers only.
 
 Whether replicas of the training state are still equal: every `integrity_every` optimizer steps each worker hashes what other
-ranks hold, too (workers/bootstrap/replicas.py). Each node reports the hashes of its workers. Only those of one set of replicas
+ranks hold, too (features/integrity/worker.py). Each node reports the hashes of its workers. Only those of one set of replicas
 after the same step are compared. A set belongs to one optimizer, and its steps are those of this optimizer.
 """
 

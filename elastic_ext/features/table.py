@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic_ext.features.integrity.rows import INTEGRITY
 from elastic_ext.features.row import FeatureRow
 from elastic_ext.features.stragglers.rows import STRAGGLERS
 
@@ -11,7 +12,7 @@ FEATURES = (
     FeatureRow("copies to checkpoint_dir", "agent.copying:CheckpointCopies", lambda known: known.settings.local_dir is not None),
     FeatureRow("drains", "agent.drains:Drains", lambda known: not known.one_machine and not known.saves),
     FeatureRow("drains with checkpoint_dir", "agent.published:ToSaves", lambda known: not known.one_machine and known.saves),
-    FeatureRow("integrity", "agent.integrity:Integrity", lambda known: known.settings.integrity_every > 0),
+    INTEGRITY,
     STRAGGLERS,
     FeatureRow("record of saves", "agent.save_watch:RecordOfSaves", lambda known: known.saves),
     FeatureRow("hangs", "agent.hangs:Hangs", lambda known: known.settings.hang and not known.nccl),

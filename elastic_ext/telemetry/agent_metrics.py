@@ -142,10 +142,6 @@ class AgentMetrics(families.FamilyCollector):
         """Record a new round. world_size: number of workers on all nodes."""
         self._set(round=round, world_size=world_size)
 
-    def uncompared(self, workers: int | None) -> None:
-        """Set the number of workers of which no replicas are compared; None: none runs."""
-        self._set(replicas_uncompared_workers=workers)
-
     def workers(self, *, running: int = 0, stopped: int = 0, succeeded: int = 0, failed: int = 0) -> None:
         counts = zip(families.WORKER_STATES, (running, stopped, succeeded, failed), strict=True)
         with self._lock:

@@ -240,10 +240,6 @@ JOB = {
     "elastic_ext_round": gauge("The rendezvous round.", known=ZERO),
     "elastic_ext_world_size": gauge("Workers in this round, over all nodes.", known=ZERO),
     "elastic_ext_workers": gauge("Workers of this agent, by state.", "state", known=_known(*WORKER_STATES)),
-    "elastic_ext_replicas_uncompared_workers": gauge(
-        "Workers of this agent of which nothing is compared in this round, though `integrity_every` is set: they hold no "
-        "replicas, or hashing has failed. Absent without that setting."
-    ),
     "elastic_ext_agent_state": gauge(
         "What the agent does now (1): a phase of a recovery, or running, backoff, ended.", "state", known=_known(*STATES)
     ),

@@ -112,7 +112,7 @@ def issued_path(stacks: "str | None") -> "str | None":
 
 
 def hashes_path(progress: "str | None", slot: "int | None") -> "str | None":
-    """Return where the worker writes the hashes of its replicas; see bootstrap/replicas.py. The arguments: see the message."""
+    """Return where the worker writes the hashes of its replicas (features/integrity). The arguments: see the message."""
     return None if progress is None or slot is None else f"{progress}.hashes.{slot}"
 
 

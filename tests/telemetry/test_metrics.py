@@ -116,7 +116,6 @@ def test_what_the_supervisor_tells_is_shown() -> None:
     metrics.standbys(2, 1 << 20)
     metrics.workers(running=2)
     metrics.workers(failed=1, stopped=1)
-    metrics.uncompared(1)
     metrics.put("torchelastic", "workers.default.run_total", 1)
     metrics.put("torchelastic", "workers.default.run_total", 7)
     name = (("group", "torchelastic"), ("name", "workers.default.run_total"))
@@ -135,13 +134,10 @@ def test_what_the_supervisor_tells_is_shown() -> None:
         ("elastic_ext_standby_memory_bytes", ()): 1 << 20,
         ("elastic_ext_workers", (("state", "stopped"),)): 1,
         ("elastic_ext_workers", (("state", "failed"),)): 1,
-        ("elastic_ext_replicas_uncompared_workers", ()): 1,
         ("elastic_ext_torchelastic_last_value", name): 7,
         ("elastic_ext_torchelastic_values_total", name): 2,
         ("elastic_ext_agent_state", (("state", "rendezvous"),)): 1,
     }
-    metrics.uncompared(None)
-    assert ("elastic_ext_replicas_uncompared_workers", ()) not in read(metrics)
 
 
 def test_the_last_recovery_is_shown() -> None:

@@ -43,7 +43,8 @@ else:
     worker_env = _load("worker_env", os.pardir)
     error_file = _load("error_file")
 
-_OURS = f"{os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir))}/"  # what is loaded by path, in tracebacks
+_PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), os.pardir, os.pardir))
+_OURS = (f"{_PACKAGE}/workers/", f"{_PACKAGE}/features/")  # what is loaded by path, in tracebacks
 _SAFE_PATH = getattr(sys.flags, "safe_path", sys.flags.isolated)  # Python 3.10 has only -I
 _PY_FILE_INPUT = 257  # Py_file_input
 
@@ -149,7 +150,7 @@ class _Reports:
         self._sampled: str | None = None
         self._hash_every = 0
         self._hashes_path: str | None = None
-        self._replicas: Any = None  # replicas.ReplicaHashes
+        self._replicas: Any = None  # of features/integrity/worker.py
 
     def begin(self, row: "memoryview | None", message: "WorkerMessage") -> None:
         self._pid, self._row, self.ends_with = os.getpid(), row, 0
@@ -213,7 +214,7 @@ class _Reports:
             worker_env.wake(wake_path)
 
         try:
-            self._replicas = _load("replicas").ReplicaHashes(self._hash_every, publish, _warn)
+            self._replicas = _load("worker", f"{_PACKAGE}/features/integrity").ReplicaHashes(self._hash_every, publish, _warn)
         except (OSError, ImportError, AttributeError, KeyError) as error:  # elastic_ext is being replaced, or torch has changed
             _warn(f"integrity_every: replicas are not hashed: {error!r}")
 

@@ -18,6 +18,7 @@ from elastic_ext.failures.joint_evidence import Hashed, WorkerHashes, decode_has
 from elastic_ext.failures.ledger import Report
 from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.contract import Rendezvous
+from elastic_ext.status import job_status
 from elastic_ext.workers import worker_env
 
 logger = logging.getLogger(__name__)
@@ -30,11 +31,19 @@ ShowUncompared = Callable[[int | None, str], None]
 
 
 class Integrity(Feature):
+    _uncompared = ""
+
     def message(self) -> Mapping[str, object]:
         return {"integrity_every": self.parts.settings.integrity_every}
 
     def beside_round(self, round_: RoundParts) -> Companion:
-        return ReplicaWatch(self.parts.job, self.parts.observation.uncompared)
+        return ReplicaWatch(self.parts.job, self._show)
+
+    def _show(self, workers: int | None, why: str) -> None:
+        observation, why = self.parts.observation, printable.cut(why, job_status.MAX_WHY)
+        observation.of_features.show(replicas_uncompared_workers={(): workers} if workers is not None else {})
+        before, self._uncompared = self._uncompared, why
+        observation.node.found("integrity", lambda report: replace(report, uncompared=why), before != why)
 
 
 def hashed_by(workers: LocalWorkers) -> tuple[Hashed, ...]:

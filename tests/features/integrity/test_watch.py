@@ -16,11 +16,15 @@ from typing import Any, cast
 import pytest
 
 from elastic_ext.agent.companion import LocalWorkers
-from elastic_ext.agent.integrity import REPORT_S, ReplicaWatch, hashed_by
+from elastic_ext.agent.observation import FeatureMetrics, OwnNode
 from elastic_ext.base import records
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.joint_evidence import SCHEMA, Hashed, WorkerHashes
+from elastic_ext.features.integrity.watch import REPORT_S, Integrity, ReplicaWatch, hashed_by
+from elastic_ext.rendezvous.contract import NodeIdentity
+from elastic_ext.status.job_status import MAX_WHY
+from elastic_ext.telemetry.agent_metrics import AgentMetrics
 from elastic_ext.workers import worker_env
 from elastic_ext.workers.progress import ProgressTable
 from tests.embedded_server import EmbeddedServer
@@ -199,3 +203,19 @@ def test_a_nodes_hashes_are_of_all_its_workers(tmp_path):
 
 def write(path: Path, *hashed: Hashed, off: str = "", note: str = "") -> None:
     path.write_text(json.dumps({"schema": SCHEMA, **records.plain(WorkerHashes(hashed, off, note))}))
+
+
+def test_who_is_uncompared_is_shown_until_the_end():
+    handler: Any = SimpleNamespace(node=NodeIdentity("n0", "n0", "127.0.0.1"), part=SimpleNamespace(round=1))
+    node, of_features, states = OwnNode(handler, AgentMetrics(version="1", torch="2", run_id="job")), FeatureMetrics(), []
+    node.on_state = lambda: states.append(1)
+    integrity = Integrity(cast("Any", SimpleNamespace(observation=SimpleNamespace(node=node, of_features=of_features))))
+    integrity._show(1, "x" * 1000)
+    integrity._show(1, "x" * 1000)
+    assert of_features.value("replicas_uncompared_workers") == 1
+    assert "x" in (why := node.now(0.0).report.uncompared)
+    assert len(why) <= MAX_WHY
+    integrity._show(None, "")
+    assert not [each for each in of_features.values() if each[0] == "elastic_ext_replicas_uncompared_workers"]
+    assert not node.now(0.0).report.uncompared
+    assert len(states) == 2

@@ -1,4 +1,4 @@
-"""What a worker hashes of its replicas, and for which steps it stays. Whole jobs are in tests/agent/test_integrity.py."""
+"""What a worker hashes of its replicas, and for which steps it stays. Whole jobs are in test_watch.py."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from elastic_ext.failures.joint_evidence import WorkerHashes, decode_hashes
-from elastic_ext.workers.bootstrap import replicas
-from elastic_ext.workers.bootstrap.replicas import COLUMNS, SPACINGS, ReplicaHashes, kept, weighted_sum
+from elastic_ext.features.integrity import worker
+from elastic_ext.features.integrity.worker import COLUMNS, SPACINGS, ReplicaHashes, kept, weighted_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64]
 
@@ -168,14 +168,14 @@ def test_of_a_mesh_only_unsharded_replicas(rank_0_of_4):
     weights = torch.ones(4, 4)
 
     def ranks(*placements, of=mesh):
-        return replicas._ranks_of_mesh(distribute_tensor(weights, of, placements, src_data_rank=None))
+        return worker._ranks_of_mesh(distribute_tensor(weights, of, placements, src_data_rank=None))
 
     assert ranks(Replicate(), Shard(0)) == (0, 2)
     assert ranks(Shard(0), Shard(1)) == ()
     assert ranks(Shard(0), Replicate()) == ()  # of FSDP and tensor parallelism: a norm, say
     assert ranks(Replicate(), Replicate()) == ()
     assert ranks(Shard(0), of=mesh["shard"]) == ()
-    assert replicas._ranks_of_mesh(weights) == ()
+    assert worker._ranks_of_mesh(weights) == ()
 
 
 @pytest.mark.full
@@ -263,17 +263,17 @@ def test_steps_are_those_of_the_slowest_optimizer(rank_0_of_4, per_round, expect
         optimizers[name].step()
         hashed.stepped(optimizers[name])
     assert [(each.step, each.counted) for each in written[-1].hashed] == expected
-    assert written[-1].note == ("" if per_round == "ab" else replicas.UNEQUAL)
+    assert written[-1].note == ("" if per_round == "ab" else worker.UNEQUAL)
 
 
 @pytest.mark.full
 def test_of_many_optimizers_the_first_are_compared(rank_0_of_4):
     hashed, written, model = hashes_of_replicas(1)
-    kept_alive = [trained(hashed, model, 1) for _ in range(replicas.MAX_OPTIMIZERS)]
+    kept_alive = [trained(hashed, model, 1) for _ in range(worker.MAX_OPTIMIZERS)]
     assert written[-1].note == ""
     kept_alive.append(trained(hashed, model, 2))
-    assert written[-1].note == replicas.TOO_MANY
-    assert len(written[-1].hashed) == replicas.MAX_OPTIMIZERS
+    assert written[-1].note == worker.TOO_MANY
+    assert len(written[-1].hashed) == worker.MAX_OPTIMIZERS
     assert written[-1].uncompared == ""
 
 

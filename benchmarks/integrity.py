@@ -31,7 +31,7 @@ import jobs
 import measure
 import torch
 
-from elastic_ext.workers.bootstrap.replicas import PARAMETER, ReplicaHashes
+from elastic_ext.features.integrity.worker import PARAMETER, ReplicaHashes
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.embedded_server import EmbeddedServer

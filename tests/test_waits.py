@@ -25,7 +25,7 @@ WHY = {
     "rendezvous/presence.py:_look": "nothing tells when etcd stops answering this node; a second, after a reset",
     "rendezvous/links.py:_confirm": "a dead node does not answer; only the end of the time tells so",
     "rendezvous/links.py:watch": "a host that cannot be reached tells nothing when it can again",
-    "agent/flight_recorder.py:dump": "a file of another process; only when all workers hang",
+    "features/hangs/flight_recorder.py:dump": "a file of another process; only when all workers hang",
     "workers/processes.py:poll": "under a tracer a process ends before its parent learns of it",
     "workers/standby/client.py:_reap_group": "nothing tells that the last process has left a group; after a standby server's end",
     "workers/reaper.py:wait": "where there are no pidfds nothing tells of the end of a stranger",

@@ -1,4 +1,4 @@
-"""Where a round begins. Without checkpoints, that is nothing; `resume` has the other case."""
+"""Where a round begins. Without checkpoints, that is nothing; `features.resume` has the other case."""
 
 from __future__ import annotations
 

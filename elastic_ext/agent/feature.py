@@ -1,14 +1,16 @@
-"""What a feature of the agent is: a part that can be off. `features` lists them, and the loop knows no more of one than this.
+"""What a feature of the agent is: a part that can be off. `features` has them, and the loop knows no more of one than this.
 
 The agent makes each feature that is on once, and calls it as long as it runs. What works beside the workers is a `Companion`.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.elastic.agent.server.api import WorkerGroup
+import torch
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
 
 from elastic_ext.agent.beginning import RoundBeginning
 from elastic_ext.agent.companion import Companion, RoundPlace
@@ -16,9 +18,14 @@ from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.leaving import SavesOnDemand
 from elastic_ext.agent.observation import Observation
 from elastic_ext.base.settings import Settings
+from elastic_ext.features.row import AgentFacts, FeatureRow
+from elastic_ext.features.table import FEATURES
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.telemetry.agent_metrics import AgentMetrics
 from elastic_ext.workers.progress import ProgressTable
+
+ONE_MACHINE = "elastic_ext.embedded.one_machine"
+TOPICS = tuple(topic for row in FEATURES for topic in row.topics)  # also of those that are off here
 
 
 @dataclass(frozen=True)
@@ -91,3 +98,25 @@ class Feature:
 
     def close(self) -> None:
         """Release what is left, at the very end."""
+
+
+def facts_of(job: Rendezvous, spec: WorkerSpec) -> AgentFacts:
+    one_machine = type(job).__module__ == ONE_MACHINE  # by its name: a job of several nodes does not import that class
+    return AgentFacts(job.settings, one_machine, spec.local_world_size, torch.distributed.is_nccl_available())
+
+
+def load(facts: AgentFacts) -> tuple[type[Feature], ...]:
+    """Import those that are on. The agent does so before its first round: a failure must not wait for an import.
+
+    Raises UsageError: one of them cannot work with these settings.
+    """
+    found = tuple(class_of(row) for row in FEATURES if row.on(facts))
+    for each in found:
+        each.check(facts.settings)
+    return found
+
+
+def class_of(row: FeatureRow) -> type[Feature]:
+    module, _, name = row.where.partition(":")
+    found: type[Feature] = getattr(importlib.import_module(f"elastic_ext.features.{module}"), name)
+    return found

@@ -145,9 +145,8 @@ class JobView:
     def _report(self, last: bool) -> bool:
         """Return whether it was written."""
         report = self._node.now(time.monotonic()).report
-        shown = report if report.node_rank == 0 else job_status.of_one_node(report)
         try:
-            self._handler.show(job_status.encode_report(shown), last)
+            self._handler.show(job_status.encode_report(report), last)
         except (errors.ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
             return False

@@ -143,7 +143,7 @@ def newest_of(settings: Settings) -> Callable[[], str | None]:
     """Return what finds the newest checkpoint. Passed here, not by our agent: `grow_at=checkpoint` holds under any agent."""
     if settings.checkpoint_dir is None:
         return lambda: None
-    from elastic_ext.agent.resume import newest_checkpoint
+    from elastic_ext.checkpoints.choice.listing import newest_checkpoint
 
     return lambda: newest_checkpoint(settings)
 

@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import DEFAULT_ROLE, RunResult, 
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 
 import elastic_ext
-from elastic_ext.agent import companions, exits, features, launch, leaving, verdicts
+from elastic_ext.agent import companions, exits, feature, launch, leaving, verdicts
 from elastic_ext.agent.beginning import RoundBeginning
 from elastic_ext.agent.round import RoundStart, RoundWatch, RunningRound
 from elastic_ext.base import settings as settings_module
@@ -56,7 +56,7 @@ class Supervisor(TorchAgent):
         with usage_errors_exit():
             self._rules = verdicts.rules_of_users(self._settings.rules)
             # All before the run, because an error during it closes the job for all nodes.
-            found = features.load(features.facts_of(self._handler, spec))
+            found = feature.load(feature.facts_of(self._handler, spec))
             self._on = companions.TurnedOn(found, launch.extras_fit(spec.local_world_size, limits.files_left()))
             os.rmdir(launch.make_run_dir(spec.local_world_size))
             super().__init__(launch.prepare(spec, self._settings), self._logs, *args, **kwargs)
@@ -67,7 +67,7 @@ class Supervisor(TorchAgent):
         self._beginning: RoundBeginning | None = None  # of the last round that was joined
         self._round: RunningRound | None = None
         self._leave_by: float | None = None  # monotonic time when the platform kills this agent; None if it need not leave
-        self._hooks = AgentHooks(closing=lambda: self._verdicts.closing)
+        self._hooks = AgentHooks(closing=lambda: self._verdicts.closing, topics=feature.TOPICS)
         self._handler.prepare(launch.program_of(spec, self._settings), self._hooks)
 
     def run(self, role: str = DEFAULT_ROLE) -> RunResult:

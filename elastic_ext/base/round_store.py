@@ -21,7 +21,7 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
     saves/asked                 number of the last question: read your      agent of group rank 0   agents
                                 journals of saves again
     saves/posted                how many posts there were                   agents                  agent of group rank 0
-    saves/posts/N               an agent.save_watch.SavePost; deleted by its     agents                  agent of group rank 0
+    saves/posts/N               a record.watch.SavePost; deleted by its     agents                  agent of group rank 0
                                 reader
     trouble/RANK                whether the agent of this group rank        that agent              agents
                                 reaches etcd: "0" well, "1" in trouble,

@@ -152,7 +152,8 @@ class OneRound:
         self.round = round_
         # Not kept alive by its part: torch's next job gets the stock agent once this one's rendezvous is gone (`install_agent`).
         self._job = cast("OneMachine", weakref.proxy(job))
-        self._posts, self._agreed, self._rules = round_records.Posts(), round_records.Agreed(), board.Rules(topics.RULED)
+        self._posts, self._agreed = round_records.Posts(), round_records.Agreed()
+        self._rules = board.Rules((*topics.RULED, *job.hooks.topics))
         self._over: contract.RoundEnd | None = None
         self._warned = False
 

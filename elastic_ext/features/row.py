@@ -1,11 +1,10 @@
 """What is known of each feature, also of one that is off: its row. So neither this nor the `rows` of a feature load much."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from elastic_ext.base.settings import Settings
+from elastic_ext.rendezvous.board import Topics
 from elastic_ext.telemetry.families import Family
 
 
@@ -25,9 +24,10 @@ class AgentFacts:
 
 @dataclass(frozen=True)
 class FeatureRow:
-    """One feature. where: its module in this package, and its class. on: whether it has anything to do; pure."""
+    """One feature. where: its module in this folder, and its class. on: whether it has anything to do; pure."""
 
     name: str
     where: str
     on: Callable[[AgentFacts], bool]
     metrics: Mapping[str, Family] = field(default_factory=dict)  # by name; `observation.FeatureMetrics` has their values
+    topics: Topics = ()  # of the board, with a rule each

@@ -130,10 +130,13 @@ class _Asked:
         return self.members == members and self.values == values and (until is None or now < until)
 
 
+Topics = Sequence[Topic[Any]]
+
+
 class Rules:
     """What the leader rules. It reads each value once, and asks a rule again only if values, members, or the time make it due."""
 
-    def __init__(self, topics: Sequence[Topic[Any]]) -> None:
+    def __init__(self, topics: Topics) -> None:
         """topics: with a rule each; those that end the round first stand first."""
         self._topics = topics
         # Each node's posts, the round that they were read for, and their values by topic.

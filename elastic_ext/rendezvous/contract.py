@@ -19,7 +19,7 @@ from elastic_ext.base.goodput import Shared, Spent
 from elastic_ext.base.printable import printable
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures.ledger import JobStopped, JobVerdict, Report
-from elastic_ext.rendezvous.board import Topic
+from elastic_ext.rendezvous.board import Topic, Topics
 from elastic_ext.rendezvous.configuration import WorkerProgram
 from elastic_ext.rendezvous.drains import Admission
 from elastic_ext.rendezvous.round_records import Drain, EndKind
@@ -116,6 +116,7 @@ class AgentHooks:
     reaper_runs: Callable[[], bool] = lambda: False  # returns whether one runs that ends the workers if the agent is killed
     # Returns what the other nodes do if this one closes the job, once it fails; None: nothing is known.
     closing: Callable[[], JobVerdict | None] = lambda: None
+    topics: Topics = ()  # of features, with a rule each, for the leader; the same on all nodes
 
 
 class Rendezvous(Protocol):

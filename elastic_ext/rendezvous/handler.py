@@ -18,6 +18,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.etcd import CallObserver, Compare, EtcdClient, EtcdError, Get, LeaseLost, Put, unchanged, values
 from elastic_ext.failures.ledger import decode_verdict
 from elastic_ext.rendezvous import (
+    board,
     configuration,
     contract,
     drains,
@@ -28,6 +29,7 @@ from elastic_ext.rendezvous import (
     round_part,
     round_store,
     running_job,
+    topics,
 )
 from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.configuration import WorkerProgram
@@ -222,6 +224,7 @@ class EtcdRendezvous(contract.Base):
         super().prepare(program, hooks)
         self._workers, self._role = program.workers, program.role
         self._place.policy.max_restarts = program.max_restarts
+        self._place.policy.rules = board.Rules((*topics.RULED, *hooks.topics))
         mine = configuration.of_node(self.settings, self.node.host, program)
         self._place.participant.registration.configuration = configuration.encode(mine)
 

@@ -16,7 +16,7 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.failures import evidence, history, joint_evidence, judgement, policy
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.ledger import JobVerdict, Ledger, Report, decode_ledger, decode_report, encode_ledger, encode_verdict
-from elastic_ext.rendezvous import drains, round_records
+from elastic_ext.rendezvous import board, drains, round_records, topics
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,8 @@ class AgentPolicy:
 
     def __init__(self, settings: Settings, newest_checkpoint: Callable[[], str | None]) -> None:
         """newest_checkpoint: finds the newest complete checkpoint in `checkpoint_dir`; called on the rendezvous thread."""
-        self.max_restarts = 0  # the job's budget; our agent sets it before the first round
+        # the job's budget, and what the leader rules; our agent sets them before the first round
+        self.max_restarts, self.rules = 0, board.Rules(topics.RULED)
         self._settings = settings
         self._newest_checkpoint = newest_checkpoint
         self._first_seen: tuple[int, str | None] | None = None  # a round, and the newest checkpoint when it was first asked about

@@ -19,7 +19,7 @@ from elastic_ext.etcd import Batch, Compare, Delete, EtcdClient, Get, LeaseLost,
 from elastic_ext.etcd.values import KeyValue, Op
 from elastic_ext.etcd.watch import Item
 from elastic_ext.failures.ledger import decode_verdict, encode_ledger
-from elastic_ext.rendezvous import board, configuration, drains, rounds, topics
+from elastic_ext.rendezvous import configuration, drains, rounds
 from elastic_ext.rendezvous.configuration import Configuration
 from elastic_ext.rendezvous.header_record import HeaderRecord
 from elastic_ext.rendezvous.judging import AgentPolicy, RoundReports, ledger_of
@@ -146,7 +146,7 @@ class Leader:
         if header.state is State.RUNNING:
             among = rounds.members(view)
             boards = {id_: view.nodes[id_].board for id_ in among.ids}
-            view = dataclasses.replace(view, rulings=self._records.rules.rulings(boards, header.round, among, now))
+            view = dataclasses.replace(view, rulings=self._policy.rules.rulings(boards, header.round, among, now))
             for each in view.rulings:
                 if each.warns:
                     _warn_of_ruling(header.round, each.reason)
@@ -399,7 +399,6 @@ class NodeRecords:
         self.joined: dict[str, int] = {}  # create revision of each node's key, by id
         self.written: dict[str, int] = {}  # revision of each node's record, by id
         self.last_arrival = context.tasks.now()  # when the last new node came, in monotonic seconds
-        self.rules = board.Rules(topics.RULED)
         self.configurations = NodeConfigurations(context)
         self._context, self._created = context, created
         self._on_member_of_lost_round = on_member_of_lost_round

@@ -84,13 +84,9 @@ class NodeReport:
     total_steps: Step | None = None  # of the whole job, as its script reported them
 
 
-def of_one_node(report: NodeReport) -> NodeReport:
-    """Return a report without what is of the whole job, which only the node of rank 0 reports."""
-    return replace(report, rounds=(), stragglers=(), gauges=())
-
-
 def encode_report(report: NodeReport) -> str:
-    """Return a report as JSON, without the fields that say nothing."""
+    """Return a report as JSON, without the fields that say nothing. What is of the whole job, the node of rank 0 reports."""
+    report = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=(), gauges=())
     known = {name: value for name, value in records.plain(report).items() if value not in (None, [])}
     return json.dumps({"schema": REPORT_SCHEMA, **known}, separators=(",", ":"))
 

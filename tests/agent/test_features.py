@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from elastic_ext.agent import features
+from elastic_ext.agent import feature
 from elastic_ext.agent.feature import Feature
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
@@ -64,18 +64,18 @@ def test_one_worker_of_several_nodes_is_compared():
 
 @pytest.mark.parametrize("row", FEATURES, ids=lambda row: row.name)
 def test_each_row_names_a_feature(row):
-    assert issubclass(features.class_of(row), Feature)
+    assert issubclass(feature.class_of(row), Feature)
 
 
 def test_a_feature_refuses_its_settings():
     with pytest.raises(UsageError, match="local_dir is set but checkpoint_dir is not"):
-        features.load(AgentFacts(Settings(local_dir="/l")))
+        feature.load(AgentFacts(Settings(local_dir="/l")))
 
 
 def test_a_job_on_one_machine_is_known():
     from elastic_ext.embedded import one_machine
 
-    assert one_machine.OneMachine.__module__ == features.ONE_MACHINE
+    assert one_machine.OneMachine.__module__ == feature.ONE_MACHINE
 
 
 @pytest.mark.seam
@@ -89,7 +89,7 @@ def test_a_bare_job_loads_no_feature_more(tmp_path: Path) -> None:
     found = set(loaded.read_text().split())
     facts = AgentFacts(Settings(), one_machine=True, nccl=torch.distributed.is_nccl_available())
     for row in FEATURES:
-        loads = f"elastic_ext.{row.where.partition(':')[0]}" in found
+        loads = f"elastic_ext.features.{row.where.partition(':')[0]}" in found
         assert row.on(facts) <= loads <= row.name.startswith("hangs"), row.name
     assert not {name for name in found if name.startswith("elastic_ext.checkpoints")}
     asked_for = ("events.output", "failures.slurm", "failures.user_rules", "features.stragglers.decide", "workers.standby.pool")

@@ -16,12 +16,12 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from elastic_ext.agent import launch
 from elastic_ext.agent.launch import CommandEnd, run_command, unfit
-from elastic_ext.agent.resume import Resuming
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.cli import OK
 from elastic_ext.cli.doctor import check_settings
+from elastic_ext.features.resume.watch import Resuming
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, descendants, wait_gone
 from tests.jobs import run as run_job
 from tests.until import until

@@ -18,12 +18,12 @@ import torch
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from elastic_ext.agent import drains, leaving
-from elastic_ext.agent.drains import DrainWatch, Published, is_new
-from elastic_ext.agent.published import published
+from elastic_ext.agent import leaving
 from elastic_ext.base import threads, torch_private
 from elastic_ext.base.settings import Settings
 from elastic_ext.failures import kubernetes
+from elastic_ext.features.drains.published import published
+from elastic_ext.features.drains.watch import DrainWatch, Published, is_new
 from elastic_ext.rendezvous import topics
 from elastic_ext.rendezvous.round_records import Drain
 from elastic_ext.workers.progress import Progress
@@ -281,7 +281,7 @@ class Node:
         self.holds = Published("/c/0", 0, lies_there=frozenset({("/c/0", None)}))
         self.went: list[int | None] = []
         self._look = threading.Event()
-        monkeypatch.setattr(drains, "POLL_S", 0.001)
+        monkeypatch.setattr("elastic_ext.features.drains.watch.POLL_S", 0.001)
         job = SimpleNamespace(
             drain=Drain("n1-1-aaaaaa", "n1", 1, reason="its fan"),
             part=SimpleNamespace(agreed=lambda topic: None, post=lambda topic, ready: self.went.append(ready.step)),

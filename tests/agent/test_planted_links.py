@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.agent import exits
-from elastic_ext.agent.flight_recorder import DUMP_FILES, FlightRecorder
 from elastic_ext.embedded.one_machine import JobFile
 from elastic_ext.failures.ledger import Ledger
+from elastic_ext.features.hangs.flight_recorder import DUMP_FILES, FlightRecorder
 from elastic_ext.workers.bootstrap import error_file
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="the planted links must be another user's, which takes root")

@@ -11,13 +11,13 @@ import pytest
 from torch.distributed.elastic.agent.server.api import WorkerState
 
 from elastic_ext.agent.companion import LocalWorkers
-from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.round import RunningRound, how_to_stop, without_grace
 from elastic_ext.agent.verdicts import failed_workers
 from elastic_ext.base import settings
 from elastic_ext.base.contracts import Resumption
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostEvidence
+from elastic_ext.features.resume.watch import ResumePoint
 from elastic_ext.rendezvous.contract import EndKind
 from elastic_ext.telemetry.agent_metrics import WorkerProgress
 from elastic_ext.workers.processes import WorkerProcesses

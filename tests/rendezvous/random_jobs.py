@@ -14,7 +14,7 @@ from elastic_ext.embedded.keyspace import Change
 from elastic_ext.etcd import Delete, Event, Put
 from elastic_ext.failures.judgement import judge
 from elastic_ext.failures.ledger import MAX_VERDICTS, Ledger, encode_ledger, encode_report, encode_verdict
-from elastic_ext.rendezvous import drains, rounds, topics
+from elastic_ext.rendezvous import board, drains, rounds, topics
 from elastic_ext.rendezvous.drains import DrainRequest
 from elastic_ext.rendezvous.judging import Judgement, RoundReports, ledger_of
 from elastic_ext.rendezvous.round_part import EtcdRound
@@ -47,6 +47,7 @@ class Restarts:
 
     def __init__(self) -> None:
         self.judged: list[RoundReports] = []
+        self.rules = board.Rules(topics.RULED)
 
     def may_grow(self, round_: int) -> bool:
         return True

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from elastic_ext.agent.drains import DrainFacts, DrainPlan, Step, plan_drain
 from elastic_ext.agent.leaving import SaveResult
 from elastic_ext.cli import requests
 from elastic_ext.cli.requests import DrainAsked, Ending, drain_outcome
 from elastic_ext.etcd.values import KeyValue
+from elastic_ext.features.drains.watch import DrainFacts, DrainPlan, Step, plan_drain
 from elastic_ext.rendezvous import board, drains, topics
 from elastic_ext.rendezvous.drains import Answer, DrainRequest, admit
 from elastic_ext.rendezvous.round_records import Drain, Header, Node, NodeHost, State

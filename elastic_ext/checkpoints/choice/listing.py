@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.settings import compile_pattern
+from elastic_ext.base.settings import Settings, compile_pattern
 from elastic_ext.checkpoints import verifying
 from elastic_ext.checkpoints.choice import decisions, rank_files, recorded
 from elastic_ext.checkpoints.choice.decisions import Choice
@@ -327,3 +327,11 @@ def _named(found: Sequence[Entry], text: str) -> Entry | None:
             return entry
     step = int(name) if name.isascii() and name.isdigit() and len(name) < 19 else None
     return next((entry for entry in found if entry.is_dir and step is not None and step_of(entry.name) == step), None)
+
+
+def newest_checkpoint(settings: Settings) -> str | None:
+    """Return the path of the newest complete checkpoint in `checkpoint_dir`, or None. Any thread may call this."""
+    if settings.checkpoint_dir is None:
+        return None
+    newest = newest_complete(settings.checkpoint_dir, Wanted(pattern=settings.checkpoint_pattern)).resume
+    return newest.path if newest is not None else None

@@ -3,5 +3,5 @@
 journal.py  read the workers' journals (their lines: see workers/bootstrap/saves.py)
 fold.py     what was saved, by the events of all ranks of a round
 proof.py    decide which saves of a round are proved, and why
-stored.py   what is kept of that beside the checkpoints, and whether it still holds (`agent/save_watch.py` writes it)
+stored.py   what is kept of that beside the checkpoints, and whether it still holds (`features/record/watch.py` writes it)
 """

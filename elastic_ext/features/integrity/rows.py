@@ -9,6 +9,4 @@ METRICS = {
         "replicas, or hashing has failed. Absent without that setting."
     ),
 }
-INTEGRITY = FeatureRow(
-    "integrity", "features.integrity.watch:Integrity", lambda known: known.settings.integrity_every > 0, METRICS
-)
+ROWS = (FeatureRow("integrity", "integrity.watch:Integrity", lambda known: known.settings.integrity_every > 0, METRICS),)

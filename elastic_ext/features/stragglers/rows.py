@@ -1,7 +1,5 @@
 """What is known of stragglers, also where they are not looked for."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from elastic_ext.base.records import NameOrEmpty, Rank, Ratio, Seconds
@@ -41,7 +39,6 @@ def compares_ranks(known: AgentFacts) -> bool:
     return known.settings.stragglers != "off" and not alone
 
 
-# Of the whole job, on the agent of rank 0 only.
 METRICS = {
     "elastic_ext_straggler_seconds": families.gauge(
         "By how much a named straggler issues the collectives of a step later than the others, median; rank is empty for a whole "
@@ -56,4 +53,4 @@ METRICS = {
         "only."
     ),
 }
-STRAGGLERS = FeatureRow("stragglers", "features.stragglers.watch:Stragglers", compares_ranks, METRICS)
+ROWS = (FeatureRow("stragglers", "stragglers.watch:Stragglers", compares_ranks, METRICS),)

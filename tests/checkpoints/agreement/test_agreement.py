@@ -17,7 +17,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.agent.verdicts import Verdicts
 from elastic_ext.base.contracts import Resumption
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
@@ -32,6 +31,7 @@ from elastic_ext.checkpoints.directory.tiers import memory_file
 from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage
 from elastic_ext.checkpoints.verifying import Mode, Verification
+from elastic_ext.features.resume.watch import ResumePoint
 from elastic_ext.rendezvous.contract import NodeIdentity
 from tests.checkpoints.choice.scenes import TRAINING, flip, resumed, saved
 from tests.checkpoints.copying.test_replicate import save as save_part

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.resume import ResumePoint
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement import messages, nodes
 from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.checkpoints.agreement.quarantine import quarantine
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.features.resume.watch import ResumePoint
 from tests.checkpoints.choice.scenes import ranks, resumed
 from tests.jobs import AGENT, run
 

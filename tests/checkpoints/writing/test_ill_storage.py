@@ -14,13 +14,13 @@ import torch
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from elastic_ext import Checkpointer
-from elastic_ext.agent.resume import newest_checkpoint
 from elastic_ext.base.contracts import MemoryRoom
 from elastic_ext.base.errors import StorageAway
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement import nodes
 from elastic_ext.checkpoints.agreement.messages import NewestSaved
 from elastic_ext.checkpoints.agreement.nodes import NodeInRound
+from elastic_ext.checkpoints.choice.listing import newest_checkpoint
 from elastic_ext.checkpoints.ranks import CheckpointError, StorageFailed
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.cli.main import main

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from elastic_ext.agent import flight_recorder, launch
+from elastic_ext.agent import launch
 from elastic_ext.base.settings import Settings
+from elastic_ext.features.hangs import flight_recorder
 from elastic_ext.workers import limits, processes
 from elastic_ext.workers.standby import client, import_checks, rules
 from elastic_ext.workers.standby.client import ServerProcess

@@ -261,11 +261,3 @@ class Resuming(Feature):
 def addresses(settings: Settings) -> list[str]:
     """Return those of `checkpoint_dir` and `local_dir`, as far as they are set."""
     return [open_storage(each).address for each in (settings.checkpoint_dir, settings.local_dir) if each is not None]
-
-
-def newest_checkpoint(settings: Settings) -> str | None:
-    """Return the path of the newest complete checkpoint in `checkpoint_dir`, or None. Any thread may call this."""
-    if settings.checkpoint_dir is None:
-        return None
-    newest = listing.newest_complete(settings.checkpoint_dir, listing.Wanted(pattern=settings.checkpoint_pattern)).resume
-    return newest.path if newest is not None else None

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 from elastic_ext.agent.feature import JobParts
-from elastic_ext.agent.hangs import Hangs
+from elastic_ext.features.hangs.watch import Hangs
 
 logger = logging.getLogger(__name__)
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.save_watch import open_entries
 from elastic_ext.checkpoints.directory.catalogue import Known, list_checkpoints
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.features.record.watch import open_entries
 from tests.checkpoints.choice.scenes import TRAINING, saved
 from tests.jobs import AGENT, EXT, Job, run
 from tests.ports import free_port
 
-JOB = str(Path(__file__).parents[1] / "scripts" / "recorded_saves.py")
+JOB = str(Path(__file__).parents[2] / "scripts" / "recorded_saves.py")
 
 
 @pytest.mark.seam

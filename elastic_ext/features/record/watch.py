@@ -23,12 +23,12 @@ from dataclasses import dataclass, field, replace
 
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace
 from elastic_ext.agent.feature import Feature, RoundParts
-from elastic_ext.agent.resume import addresses
 from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail
 from elastic_ext.checkpoints.record.proof import RecordedSave, RoundProof
 from elastic_ext.checkpoints.record.stored import AttemptRecord
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll
+from elastic_ext.features.resume.watch import addresses
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)

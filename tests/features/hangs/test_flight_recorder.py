@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from elastic_ext.agent.flight_recorder import DUMP_FILES, PIPE_FILE, FlightRecorder
 from elastic_ext.agent.verdicts import reach_by
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
+from elastic_ext.features.hangs.flight_recorder import DUMP_FILES, PIPE_FILE, FlightRecorder
 
 
 def test_no_record_is_named_where_nobody_is_asked(tmp_path: Path) -> None:

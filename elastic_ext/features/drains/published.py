@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from elastic_ext.agent.companion import Companion
-from elastic_ext.agent.drains import Drains, DrainWatch, Published
 from elastic_ext.agent.feature import RoundParts
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.features.drains.watch import Drains, DrainWatch, Published
 
 
 def published(settings: Settings) -> Published:

@@ -15,14 +15,13 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import HashStore
 
-from elastic_ext.agent import save_watch
 from elastic_ext.agent.companion import LocalWorkers, RoundPlace
-from elastic_ext.agent.save_watch import SCHEMA, RankSteps, SavePost, SaveWatch, _Keeping, _Posts
 from elastic_ext.base import records, round_store
 from elastic_ext.checkpoints.record.journal import MAX_PART, JournalPart
 from elastic_ext.checkpoints.record.proof import RoundProof
 from elastic_ext.checkpoints.record.stored import AttemptRecord, StoredSave, Trust, files_at, known_saves, read_save, trust
 from elastic_ext.checkpoints.storage import Entry, LocalStorage
+from elastic_ext.features.record.watch import SCHEMA, RankSteps, SavePost, SaveWatch, _Keeping, _Posts
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from tests.until import until
@@ -33,7 +32,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     """That of the round, for all its nodes."""
     made = HashStore()
     monkeypatch.setattr(round_store, "connect", lambda host, port: made)
-    monkeypatch.setattr(save_watch, "LOOK_S", 0.01)
+    monkeypatch.setattr("elastic_ext.features.record.watch.LOOK_S", 0.01)
     return made
 
 

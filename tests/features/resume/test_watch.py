@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from elastic_ext.agent import resume
-from elastic_ext.agent.resume import MemoryCopies, ResumePoint
 from elastic_ext.base import contracts, diagnosis, settings
 from elastic_ext.base.contracts import MemoryRoom, Resumption, SingleNode, memory_room, resume_variables
 from elastic_ext.base.settings import Settings
@@ -21,6 +19,7 @@ from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
+from elastic_ext.features.resume.watch import MemoryCopies, ResumePoint, agree
 from elastic_ext.workers.progress import Progress
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 from tests.checkpoints.choice.scenes import resumed
@@ -79,7 +78,7 @@ def test_the_newest_checkpoint_that_the_agent_knows_of(tmp_path, run_dir, worker
     for number in (3, 4):
         exchange = SingleNode()
         job = SimpleNamespace(part=SimpleNamespace(round=number, exchange=exchange), get_run_id=lambda: "run")
-        point = resume.agree(settings, job, NodeInRound(), copies)
+        point = agree(settings, job, NodeInRound(), copies)
         (offers,) = map(read_offers, exchange.offers(0))
         assert offers.has_memory
         assert offers.saved == (NewestSaved() if number == 3 else known)

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "embedded": "base etcd failures own_etcd rendezvous",
     "rows": "base rendezvous telemetry",
     "agent": ". base checkpoints events failures embedded hangs http own_etcd rendezvous rows status telemetry workers",
-    "features": "agent base checkpoints failures hangs rendezvous rows status telemetry workers",
+    "features": ". agent base checkpoints events failures hangs rendezvous rows status telemetry workers",
     "cli": ". base checkpoints embedded etcd failures own_etcd planning rendezvous status telemetry timeline workers",
 }
 
@@ -129,6 +129,7 @@ def test_one_machine_loads_nothing_for_several():
 # What an agent loads only if it is asked for, besides the features of `features/table.py`: not even a failure needs it otherwise.
 ASKED_FOR = {
     "events.output": "events_file, or a variable of OpenTelemetry",
+    "events.spans": "a variable of OpenTelemetry",
     "failures.slurm": "a job of Slurm",
     "failures.kubernetes": "a pod",
     "failures.user_rules": "rules, or a package with rules",
@@ -183,6 +184,7 @@ ONLY_WITH = {
     "record of saves": {"checkpoints.record.stored", "checkpoints.record.proof"},
     "hangs": {"hangs.watch"},
     "hangs with NCCL": {"hangs.watch", "features.hangs.flight_recorder"},
+    "metrics by OpenTelemetry": {"telemetry.otlp"},
 }
 
 

@@ -6,6 +6,7 @@ The agent makes each feature that is on once, and calls it as long as it runs. W
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from elastic_ext.agent.journal import Journal
 from elastic_ext.agent.leaving import SavesOnDemand
 from elastic_ext.agent.observation import Observation
 from elastic_ext.base.settings import Settings
+from elastic_ext.events import otel
 from elastic_ext.features.row import AgentFacts, FeatureRow
 from elastic_ext.features.table import FEATURES
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -102,7 +104,8 @@ class Feature:
 
 def facts_of(job: Rendezvous, spec: WorkerSpec) -> AgentFacts:
     one_machine = type(job).__module__ == ONE_MACHINE  # by its name: a job of several nodes does not import that class
-    return AgentFacts(job.settings, one_machine, spec.local_world_size, torch.distributed.is_nccl_available())
+    nccl, pushes = torch.distributed.is_nccl_available(), bool(otel.exporters(os.environ, otel.METRICS))
+    return AgentFacts(job.settings, one_machine, spec.local_world_size, nccl, pushes)
 
 
 def load(facts: AgentFacts) -> tuple[type[Feature], ...]:

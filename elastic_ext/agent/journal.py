@@ -155,6 +155,7 @@ class Journal(companion.Companion):
     def failed(self, cause: FailedWorker, others: Sequence[FailedWorker], verdict: JobVerdict, decision: Decision) -> str:
         """Report a failure on this node and of the verdict; return the text for the log. See `verdicts.failure_text`."""
         diagnosis, evidence = cause.diagnosis, cause.diagnosis.evidence
+        self._trace.failed(verdicts.seen_failure(cause))
         self.events.emit(
             "failure",
             rank=cause.rank,

@@ -32,6 +32,7 @@ from elastic_ext.base.errors import (
 from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
+from elastic_ext.events.event_table import SeenFailure
 from elastic_ext.failures import joint_evidence, policy
 from elastic_ext.failures.classify import Diagnosis, classify, describe, first_line, root_cause
 from elastic_ext.failures.evidence import ErrorFile, Evidence, exit_status, read_error_file
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RAISED = 1  # exit code of a worker that an exception ends
+MAX_TRACEBACK = 16 << 10  # characters of a traceback in a span
 PLATFORM_S = 2.0  # time for the platform to say why the agent has to stop
 
 
@@ -345,6 +347,17 @@ def _process_failure(worker: FailedWorker) -> ProcessFailure:
     elif worker.error_file.problem:
         failure.message = f"{failure.message}\n  ({shown(worker.error_file.problem)})"
     return failure
+
+
+def seen_failure(worker: FailedWorker) -> SeenFailure:
+    """Return what spans say of the worker that explains a failure on this node."""
+    diagnosis, evidence = worker.diagnosis, worker.diagnosis.evidence
+    raised, at = evidence.exception, (evidence.ended_ns or time.monotonic_ns()) / 1e9
+    failure = SeenFailure(at, diagnosis.kind, diagnosis.rule, diagnosis.reason, evidence.rank, worker.pid, evidence.exit_code)
+    if raised is None:
+        return failure
+    traceback = _traceback(worker.error_file)[-MAX_TRACEBACK:]  # its end says what was raised, and where
+    return replace(failure, exception_type=raised.type, message=raised.message, traceback=traceback)
 
 
 def _safe_for_torch(message: Any) -> Any:

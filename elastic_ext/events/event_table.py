@@ -85,12 +85,9 @@ def _clean(value: Value) -> Value:
 # A recovery: from the moment an agent stops running workers until all of them have made a step. If the workers fail again before
 # their first step, it goes on. Metrics, events and spans report what is measured here.
 
-EXPORTER = "OTEL_TRACES_EXPORTER"
-# Variables of which one says that recoveries are wanted as spans of OpenTelemetry.
-ASKED_BY = (EXPORTER, "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-
 FIRST_STEP = "first_step"  # the last phase
 MEMBERSHIP = "membership"  # kind of a cause without a failure
+MOST_FAILURES = 16  # of a recovery that are kept: workers may fail again and again before their first step
 
 
 @dataclass(frozen=True)
@@ -112,6 +109,25 @@ class Cause:
 
 
 @dataclass(frozen=True)
+class SeenFailure:
+    """A failure on this node, by the worker that explains those of the others here. at: monotonic seconds.
+
+    exit_code: None if a signal ended the worker, or the agent did. exception_type: "" if none is known. traceback: "" likewise.
+    """
+
+    at: float
+    kind: str
+    rule: str
+    reason: str
+    rank: int
+    pid: int
+    exit_code: int | None = None
+    exception_type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+@dataclass(frozen=True)
 class PastRecovery:
     """A recovery that is over, or was given up."""
 
@@ -119,6 +135,7 @@ class PastRecovery:
     round: int  # the round that ended with it
     phases: tuple[RecoveryPhase, ...]  # in order, without gaps; a name may come several times
     recovered: bool | None  # whether all workers of this node have made a step; None: they ran again, but a step is not known
+    failures: tuple[SeenFailure, ...] = ()  # on this node, the first MOST_FAILURES
 
     @property
     def begin(self) -> float:
@@ -145,6 +162,7 @@ class RecoveryTrace:
     def __init__(self) -> None:
         self.cause: Cause | None = None  # of what stopped the workers last; the next round began with it
         self._first_cause: Cause | None = None  # of this recovery
+        self._failures: list[SeenFailure] = []  # of this recovery
         self._phases: list[RecoveryPhase] = []  # those that are over
         self._current = ""  # the phase that runs; "" outside a recovery
         self._since = 0.0
@@ -164,6 +182,11 @@ class RecoveryTrace:
         self.cause = cause
         if self._first_cause is None or (cause.decision and not self._first_cause.decision):
             self._first_cause = cause
+
+    def failed(self, failure: SeenFailure) -> None:
+        """Note a failure on this node, which the recovery that is under way follows."""
+        if len(self._failures) < MOST_FAILURES:
+            self._failures.append(failure)
 
     def ran(self, now: float) -> None:
         self._ran = True
@@ -200,6 +223,6 @@ class RecoveryTrace:
         self._current, self._since = name, now
 
     def _ended(self, recovered: bool | None) -> PastRecovery:
-        recovery = PastRecovery(self._first_cause or Cause(), self._round, tuple(self._phases), recovered)
-        self._phases, self._first_cause = [], None
+        recovery = PastRecovery(self._first_cause or Cause(), self._round, tuple(self._phases), recovered, tuple(self._failures))
+        self._phases, self._failures, self._first_cause = [], [], None
         return recovery

@@ -1,4 +1,4 @@
-"""What gets an agent's events and recoveries. Only where the user has asked for them is `output` imported."""
+"""What gets an agent's events and recoveries. Only where the user has asked for them are `output` and `spans` imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from elastic_ext.events.event_table import ASKED_BY, PastRecovery, Source, Value
+from elastic_ext.events import otel
+from elastic_ext.events.event_table import PastRecovery, Source, Value
 
 
 class EventReceiver(Protocol):
@@ -51,8 +52,8 @@ def of_events(path: str | None, source: Source, round_: Callable[[], int]) -> Ev
 def of_recoveries(version: str, source: Source) -> RecoveryReceiver:
     """Return what gets the agent's recoveries as spans."""
     # A program that has made a provider of its own has imported OpenTelemetry.
-    if "opentelemetry.trace" not in sys.modules and not any(os.environ.get(name) for name in ASKED_BY):
+    if "opentelemetry.trace" not in sys.modules and not otel.asking(os.environ, otel.TRACES):
         return NoReceiver()
-    from elastic_ext.events.output import Spans
+    from elastic_ext.events.spans import Spans
 
     return Spans(version, source)

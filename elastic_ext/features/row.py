@@ -16,6 +16,7 @@ class AgentFacts:
     one_machine: bool = False  # no other node can join the job
     workers: int = 1  # of this node
     nccl: bool = False  # torch has NCCL
+    pushes: bool = False  # metrics, by OpenTelemetry
 
     @property
     def saves(self) -> bool:

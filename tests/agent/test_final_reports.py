@@ -39,13 +39,27 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 )
 
-# An exporter of OpenTelemetry, as pip would install one.
-EXPORTER = """
+# Exporters of OpenTelemetry, as pip would install them.
+EXPORTERS = """
 import os, urllib.request
+from opentelemetry.sdk.metrics.export import MetricExporter
 from opentelemetry.sdk.trace.export import SpanExporter
-class Exporter(SpanExporter):
+class Spans(SpanExporter):
     def export(self, spans):
-        urllib.request.urlopen(os.environ["SPANS_TO"], data=b"x")
+        urllib.request.urlopen(os.environ["SENT_TO"], data=b"x")
+class Metrics(MetricExporter):
+    def export(self, metrics_data, timeout_millis=10_000, **kwargs):
+        urllib.request.urlopen(os.environ["SENT_TO"], data=b"x")
+    def force_flush(self, timeout_millis=10_000):
+        return True
+    def shutdown(self, timeout_millis=30_000, **kwargs):
+        pass
+"""
+ENTRY_POINTS = """
+[opentelemetry_traces_exporter]
+hangs = hangs:Spans
+[opentelemetry_metrics_exporter]
+hangs = hangs:Metrics
 """
 
 
@@ -64,13 +78,13 @@ def full_pipe(path: Path) -> int:
 
 @pytest.mark.full
 def test_who_hangs_delays_the_end_once(tmp_path):
-    """A pipe that nobody reads, and a server of spans that never answers: the first uses up the time."""
+    """A pipe that nobody reads, and a server of spans and metrics that never answers: the first uses up the time."""
     pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
     site = tmp_path / "site"
     (site / "hangs-1.dist-info").mkdir(parents=True)
     (site / "hangs-1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: hangs\nVersion: 1\n")
-    (site / "hangs-1.dist-info" / "entry_points.txt").write_text("[opentelemetry_traces_exporter]\nhangs = hangs:Exporter\n")
-    (site / "hangs.py").write_text(EXPORTER)
+    (site / "hangs-1.dist-info" / "entry_points.txt").write_text(ENTRY_POINTS)
+    (site / "hangs.py").write_text(EXPORTERS)
     (tmp_path / "job.py").write_text(CRASHES_ONCE)
     reader = full_pipe(tmp_path / "events")
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -78,7 +92,8 @@ def test_who_hangs_delays_the_end_once(tmp_path):
             "ELASTIC_EXT_BACKOFF": "0",
             "ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"),
             "OTEL_TRACES_EXPORTER": "hangs",
-            "SPANS_TO": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "OTEL_METRICS_EXPORTER": "hangs",
+            "SENT_TO": f"http://127.0.0.1:{silent.getsockname()[1]}",
             "PYTHONPATH": str(site),
             "LOGLEVEL": "INFO",
             "TORCHELASTIC_LOG_LEVEL": "INFO",
@@ -87,9 +102,9 @@ def test_who_hangs_delays_the_end_once(tmp_path):
             done = job.finish()
     os.close(reader)
     assert done.returncode == 0, done.all
-    waits = re.findall(r"(last spans|last events).* within ([0-9.]+) s", done.err)
-    assert {what for what, _ in waits} == {"last spans", "last events"}, done.err
-    assert sum(float(seconds) for _, seconds in waits) <= END_S + LEAST_S + 0.01
+    waits = re.findall(r"(last spans|last events|last metrics).* within ([0-9.]+) s", done.err)
+    assert {what for what, _ in waits} == {"last spans", "last events", "last metrics"}, done.err
+    assert sum(float(seconds) for _, seconds in waits) <= END_S + 2 * LEAST_S + 0.01
 
 
 SAVES = """

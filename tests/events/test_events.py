@@ -306,7 +306,7 @@ def test_events_and_spans_of_crash_and_bug(tmp_path):
     assert abs(sum(recovered["phases"].values()) - recovered["seconds"]) < 0.001
     assert (found[-1]["exit_code"], found[-1]["state"]) == (65, "failed")
     assert '"source": "WORKER"' in job.err
-    assert_spans(spans(job.out), recovered)
+    assert_spans(spans(job.out), recovered, [crash["kind"], bug["kind"]])
 
 
 def spans(text: str) -> list[dict]:
@@ -319,17 +319,18 @@ def spans(text: str) -> list[dict]:
     return found
 
 
-def assert_spans(found: list[dict], recovered: dict) -> None:
+def assert_spans(found: list[dict], recovered: dict, kinds: list[str]) -> None:
     whole, stopped = (each for each in found if each["name"] == "recovery")
     children = [each["name"] for each in found if each["parent_id"] == whole["context"]["span_id"]]
-    assert children == list(recovered["phases"])
+    assert children == ["failure", *recovered["phases"]]
     assert whole["attributes"]["elastic_ext.decision"] == "restart"
     assert whole["attributes"]["elastic_ext.round"] == 1
     assert whole["attributes"]["elastic_ext.reason"] == recovered["reason"]
     assert whole["status"]["status_code"] == "UNSET"
     assert whole["resource"]["attributes"]["service.name"] == "mine"
     assert stopped["status"]["status_code"] == "ERROR"
-    assert stopped["attributes"]["elastic_ext.kind"] == "code"
+    assert stopped["attributes"]["elastic_ext.kind"] == stopped["attributes"]["error.type"] == "code"
+    assert [each["attributes"]["error.type"] for each in found if each["name"] == "failure"] == kinds
 
 
 @pytest.mark.full

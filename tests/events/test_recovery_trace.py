@@ -1,14 +1,18 @@
-"""The recovery of a recovery, and its spans by OpenTelemetry's own SDK."""
+"""The recovery of a recovery, and the outbox that sends it."""
 
 from __future__ import annotations
 
 import threading
 from pathlib import Path
 
-import pytest
-
-from elastic_ext.events import output
-from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryPhase, RecoveryTrace, Source
+from elastic_ext.events.event_table import (
+    MOST_FAILURES,
+    Cause,
+    PastRecovery,
+    RecoveryPhase,
+    RecoveryTrace,
+    SeenFailure,
+)
 from elastic_ext.events.output import Outbox
 
 CRASH, AGAIN = Cause("crash", "restart", "it crashed"), Cause("hang", "restart", "it hung")
@@ -67,6 +71,23 @@ def test_a_verdict_says_more_than_a_rounds_end():
     assert recovery.cause == AGAIN
 
 
+def test_a_recovery_has_its_own_failures():
+    trace = crashed()
+    first, more = (SeenFailure(at, "crash", "exit-code", "it crashed", 0, 7) for at in (9.0, 19.0))
+    trace.failed(first)
+    trace.ran(12.0)
+    for _ in range(MOST_FAILURES):
+        trace.failed(more)
+    recovery = trace.first_steps(23.0)
+    assert recovery is not None
+    assert recovery.failures == (first, *[more] * (MOST_FAILURES - 1))
+    trace.entered("stop", 3, 30.0)
+    trace.ran(31.0)
+    again = trace.first_steps(32.0)
+    assert again is not None
+    assert not again.failures
+
+
 def test_an_agent_that_ends():
     assert RecoveryTrace().given_up(1.0) is None
     stopped = crashed().given_up(12.0)
@@ -78,53 +99,6 @@ def test_an_agent_that_ends():
     done.ran(1.0)
     done.entered("stop", 1, 2.0)
     assert done.given_up(3.0) is None, "the end of a job is no recovery"
-
-
-@pytest.mark.parametrize(
-    ("environ", "names"),
-    [
-        ({}, ()),
-        ({"OTEL_SERVICE_NAME": "x"}, ()),
-        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, ()),
-        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "true"}, ()),
-        ({"OTEL_TRACES_EXPORTER": "console"}, ("console",)),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, ("otlp_proto_http", "otlp_proto_grpc")),
-        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, ("otlp_proto_grpc",)),
-    ],
-)
-def test_who_asks_for_spans(environ, names):
-    assert output.exporters(environ) == names
-
-
-def test_spans_in_the_users_own_provider():
-    """As `emit` makes them, in the SDK's memory."""
-    pytest.importorskip("opentelemetry.sdk", reason="needs opentelemetry-sdk")
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    kept = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(kept))
-    cause = Cause("crash", "restart", "in https://me:hunter22@host")
-    recovery = PastRecovery(cause, 4, (RecoveryPhase("stop", 1.0, 2.0), RecoveryPhase("start", 2.0, 4.0)), False)
-    output.emit(provider.get_tracer("test"), recovery, Source("job", "n1", 7), 1000.0)
-    stop, start, whole = kept.get_finished_spans()
-    assert [each.name for each in (stop, start, whole)] == ["stop", "start", "recovery"]
-    assert (whole.start_time, whole.end_time) == (1001 * 10**9, 1004 * 10**9)
-    assert (start.start_time, start.end_time) == (1002 * 10**9, 1004 * 10**9)
-    assert whole.context is not None
-    assert {each.parent.span_id for each in (stop, start) if each.parent} == {whole.context.span_id}
-    assert not whole.status.is_ok
-    attributes = dict(whole.attributes or {})
-    assert attributes.pop("elastic_ext.reason") == "in https://***@host"
-    assert attributes == {
-        "elastic_ext.run_id": "job",
-        "elastic_ext.node": "n1",
-        "elastic_ext.round": 4,
-        "elastic_ext.kind": "crash",
-        "elastic_ext.decision": "restart",
-    }
 
 
 def test_a_failing_item_does_not_end_the_thread(tmp_path, caplog):

@@ -190,7 +190,7 @@ def test_the_callbacks_are_used_as_shown():
 
 def test_what_scripts_may_call_is_there():
     named = set(re.findall(r"\belastic_ext\.([a-zA-Z]\w+)", README + DOCS))
-    groups = {"agent", "rules", "formats", "training", "run_id"}  # packages, entry-point groups, attributes of spans
+    groups = {"agent", "rules", "formats", "training", "run_id", "node"}  # packages, entry-point groups, attributes of spans
     assert named - groups
     assert all(hasattr(elastic_ext, name) for name in named - groups)
 

@@ -1,7 +1,7 @@
 """What the spans and the metrics of an agent share: who asks for them, what sends them, and which resource they come from.
 
 Nothing here needs OpenTelemetry to be installed. Its standard variables turn both on, and always win over what the agent knows.
-Names are those of the semantic conventions 1.45.
+Names are those of the semantic conventions, as opentelemetry-semantic-conventions 0.66b2 has them.
 """
 
 from __future__ import annotations

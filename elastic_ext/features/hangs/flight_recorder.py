@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import select
+import shlex
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -28,7 +29,7 @@ class FlightRecorder:
     monitor thread creates a named pipe TORCH_NCCL_DEBUG_INFO_PIPE_FILE<rank>.pipe and checks it about once a second. On any byte
     it writes the last TORCH_NCCL_TRACE_BUFFER_SIZE (2000) collectives to TORCH_NCCL_DEBUG_INFO_TEMP_FILE<rank>, which newer
     versions call TORCH_FR_DUMP_TEMP_FILE. That file is a pickle. This class never opens it;
-    `python -m torch.distributed.flight_recorder.fr_trace` reads it.
+    torch's command `torchfrtrace` reads it.
 
     In torch 2.15 `nccl` is ProcessGroupNCCL2, which has no such thread in 2.15.0, and so no pipe: `dump` asks no process. Later
     sources have one, with the same pipe and file (nccl2/HeartbeatMonitor.cpp, read only). Both write the file without being asked
@@ -56,7 +57,7 @@ class FlightRecorder:
                 os.rmdir(self._own)
             except OSError as error:
                 if error.errno == errno.ENOTEMPTY:
-                    logger.warning("elastic_ext: NCCL's flight records are in %s", self._own)
+                    logger.warning("elastic_ext: NCCL's flight records are in %s; %s", self._own, reader(self._dumps))
                 elif error.errno != errno.ENOENT:
                     raise
 
@@ -68,7 +69,13 @@ class FlightRecorder:
         while not all(_written(f"{self._dumps}{rank}", begin) for rank in asked) and time.monotonic() < deadline:
             select.select([], [], [], CHECK_S)  # another process writes the files: no event reports it
         found = [f"{self._dumps}{rank}" for rank in asked if _written(f"{self._dumps}{rank}", begin)]
-        return f"NCCL's flight records are in {', '.join(found)}" if found else ""
+        return f"NCCL's flight records are in {', '.join(found)}; {reader(self._dumps)}" if found else ""
+
+
+def reader(dumps: str) -> str:
+    """Return how people read the dumps. dumps: their common path, to which torch adds the rank."""
+    folder, prefix = os.path.split(dumps)
+    return f"`{shlex.join(['torchfrtrace', f'--prefix={prefix}', folder or '.'])}` reads them, once those of all nodes are there"
 
 
 def _ask(pipe: str) -> bool:

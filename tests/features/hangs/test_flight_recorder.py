@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
+import shlex
+import sys
 import threading
 from pathlib import Path
 
@@ -11,7 +14,8 @@ import pytest
 from elastic_ext.agent.verdicts import reach_by
 from elastic_ext.failures.classify import classify
 from elastic_ext.failures.evidence import Evidence, RaisedException
-from elastic_ext.features.hangs.flight_recorder import DUMP_FILES, PIPE_FILE, FlightRecorder
+from elastic_ext.features.hangs.flight_recorder import DUMP_FILES, PIPE_FILE, FlightRecorder, reader
+from tests.jobs import TIMEOUT_S, ended
 
 
 def test_no_record_is_named_where_nobody_is_asked(tmp_path: Path) -> None:
@@ -42,7 +46,7 @@ def test_a_record_that_was_asked_for_is_named(tmp_path: Path) -> None:
         os.close(keeper)
         rank.join()
         os.close(asked)
-    assert said == f"NCCL's flight records are in {dump}"
+    assert said.startswith(f"NCCL's flight records are in {dump}; `torchfrtrace --prefix=rank_ {Path(dump).parent}` reads them")
     Path(dump).unlink()
     recorder.close()
 
@@ -52,12 +56,27 @@ def test_records_that_torch_wrote_unasked_are_named(tmp_path: Path, caplog) -> N
     dumps = Path(recorder.variables[DUMP_FILES[0]]).parent
     (dumps / "rank_0").touch()
     recorder.close()
-    assert f"NCCL's flight records are in {dumps}" in caplog.text
+    assert f"NCCL's flight records are in {dumps}; `torchfrtrace --prefix=rank_ {dumps}` reads them" in caplog.text
     caplog.clear()
     (dumps / "rank_0").unlink()
     recorder.close()
     assert not caplog.text
     assert not dumps.exists()
+
+
+@pytest.mark.seam
+@pytest.mark.parametrize("dumps", ["rank_", "", "of a job/nccl_trace_rank_"])
+def test_the_named_command_reads_records(tmp_path: Path, dumps: str) -> None:
+    """Torch's own, in the directory of the dumps; without NCCL a rank's record has no entries."""
+    path = os.path.join(tmp_path, dumps)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    group = {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}
+    for rank in (0, 1):
+        Path(f"{path}{rank}").write_bytes(pickle.dumps({"entries": [], "version": "2.10", "pg_config": {"0": group}}))
+    command = shlex.split(reader(path).split("`")[1])
+    done = ended([Path(sys.executable).with_name(command[0]), *command[1:], "-v"], TIMEOUT_S)
+    assert done.returncode == 0, done.all
+    assert "loaded 2 files" in done.all
 
 
 MISSED = "NET/IB: Got completion from peer 10.0.0.2<40554> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=129 reqSize=8"

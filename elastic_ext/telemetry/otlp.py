@@ -146,8 +146,19 @@ def converted(families: Iterable[Shown], at_ns: int, scope: InstrumentationScope
     return export.MetricsData([export.ResourceMetrics(resource, [export.ScopeMetrics(scope, metrics, "")], "")])
 
 
+class Quiet(logging.Filter):
+    """Drops what an exporter logs on the thread that made this, while `on`: it has several lines for each push that fails."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on, self._thread = False, threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not self.on or threading.get_ident() != self._thread
+
+
 class Sender:
-    """Sends the families of a registry. Only one thread uses it; it may block for as long as the exporter does."""
+    """Sends the families of a registry. Only the thread that made it uses it; it may block for as long as the exporter does."""
 
     def __init__(self, registry: CollectorRegistry, exporter: MetricExporter, version: str, source: Source) -> None:
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -155,11 +166,19 @@ class Sender:
         self._registry, self._exporter = registry, exporter
         self._scope, self._resource = InstrumentationScope(otel.NAME, version), otel.resource(version, source)
         self._timeout_ms = every_s(os.environ, TIMEOUT, TIMEOUT_MS) * 1e3
+        self._quiet = Quiet()
+        for each in type(exporter).__mro__:  # each module logs by its own name
+            logging.getLogger(each.__module__).addFilter(self._quiet)
 
-    def send(self) -> None:
+    def send(self, quietly: bool) -> bool:
+        """Return whether they were sent. quietly: the exporter need not say again why not. Raises whatever an exporter raises."""
+        from opentelemetry.sdk.metrics.export import MetricExportResult
+
         data = converted(shown(self._registry.collect()), time.time_ns(), self._scope, self._resource)
+        self._quiet.on = quietly
         with _not_traced():
-            self._exporter.export(data, timeout_millis=self._timeout_ms)
+            result = self._exporter.export(data, timeout_millis=self._timeout_ms)
+        return result is not MetricExportResult.FAILURE
 
     def close(self) -> None:
         self._exporter.shutdown()
@@ -184,7 +203,7 @@ class Exports:
     def __init__(self, make: Callable[[], Sender | None], interval_s: float) -> None:
         """make: called on the thread, since its imports take a while; None: metrics cannot be sent."""
         self._make, self._interval_s = make, interval_s
-        self._closing = threading.Event()
+        self._closing, self._failing = threading.Event(), False
         text = "OpenTelemetry: no metrics are sent: no thread can be started: %s"
         self._thread = threads.started(self._run, "elastic_ext-otlp", logger.warning, text)
 
@@ -212,10 +231,18 @@ class Exports:
             logger.exception("OpenTelemetry: metrics are not sent any more")
 
     def _send(self, sender: Sender) -> None:
+        """Send, and log the first failure in a row and the end of them."""
         try:
-            sender.send()
+            sent = sender.send(self._failing)
         except Exception:  # of the exporter; the next values may come through
-            logger.exception("OpenTelemetry: metrics were not sent")
+            sent = False
+            if not self._failing:
+                logger.exception("OpenTelemetry: the exporter failed")
+        if sent is self._failing:
+            logger.warning(
+                "OpenTelemetry: metrics %s", "are sent again" if sent else "were not sent; they are tried again in silence"
+            )
+        self._failing = not sent
 
 
 def exports(registry: CollectorRegistry, version: str, source: Source) -> Exports:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 
 import pytest
@@ -139,49 +140,80 @@ def test_how_often_they_are_sent(value, seconds):
 
 
 class Kept:
-    """A sender that counts, and fails at first."""
+    """A sender that fails as often as it is told, in different ways."""
 
-    def __init__(self) -> None:
-        self.sent, self.closed, self.twice = 0, False, threading.Event()
+    def __init__(self, fails: int = 0) -> None:
+        self.fails, self.closed, self.done, self.quietly = fails, False, threading.Event(), list[bool]()
 
-    def send(self) -> None:
-        self.sent += 1
-        if self.sent == 1:
+    def send(self, quietly: bool) -> bool:
+        self.quietly.append(quietly)
+        if len(self.quietly) == 1 <= self.fails:
             raise OSError("refused")
-        self.twice.set()
+        if len(self.quietly) > self.fails + 1:
+            self.done.set()
+        return len(self.quietly) > self.fails
 
     def close(self) -> None:
         self.closed = True
 
 
-def test_they_are_sent_again_after_an_error(caplog):
-    kept = Kept()
+def test_they_are_sent_again_after_errors(caplog):
+    """The log has the first error and its end, however many there are."""
+    kept = Kept(fails=3)
     exports = Exports(lambda: kept, 0.001)  # type: ignore[arg-type,return-value]
-    assert kept.twice.wait(60)
+    assert kept.done.wait(60)
     exports.close(60)
     assert kept.closed
-    assert "metrics were not sent" in caplog.text
+    assert kept.quietly[:5] == [False, True, True, True, False]
+    said = [each.getMessage() for each in caplog.records]
+    assert said == [
+        f"OpenTelemetry: {what}"
+        for what in (
+            "the exporter failed",
+            "metrics were not sent; they are tried again in silence",
+            "metrics are sent again",
+        )
+    ]
 
 
 def test_the_last_values_are_sent():
     kept = Kept()
-    kept.sent = 1
     exports = Exports(lambda: kept, 3600.0)  # type: ignore[arg-type,return-value]
     exports.close(60)
-    assert (kept.sent, kept.closed) == (2, True)
+    assert (len(kept.quietly), kept.closed) == (1, True)
 
 
 def test_a_sender_that_hangs_is_left_alone(caplog):
     hangs = threading.Event()
 
     class Hangs(Kept):
-        def send(self) -> None:
-            hangs.wait()
+        def send(self, quietly: bool) -> bool:
+            return hangs.wait()
 
     exports = Exports(Hangs, 3600.0)  # type: ignore[arg-type]
     exports.close(0.01)
     assert "the last metrics could not be sent within 0.0 s" in caplog.text
     hangs.set()
+
+
+@pytest.mark.seam
+def test_a_refusing_collector_is_named_once(monkeypatch, caplog):
+    """By the real exporter. What another thread's exporter logs meanwhile stays."""
+    exporters = pytest.importorskip("opentelemetry.exporter.otlp.proto.http.metric_exporter", reason="needs the exporter")
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{refusing.getsockname()[1]}/v1/metrics"
+        exporter = exporters.OTLPMetricExporter(url, timeout=0.2)
+        sender = otlp.Sender(CollectorRegistry(), exporter, "1", Source("job", "n1", 7))
+        assert not sender.send(False)
+        assert caplog.records
+        caplog.clear()
+        assert not sender.send(True)
+        assert not caplog.records
+    other = threading.Thread(target=exporters._logger.warning, args=("of another",))
+    other.start()
+    other.join()
+    assert caplog.messages == ["of another"]
 
 
 def test_without_an_exporter_nothing_is_sent(monkeypatch, caplog):

@@ -50,7 +50,7 @@ PURE = (
     *("rendezvous/board.py", "rendezvous/topics.py"),
     *("own_etcd/endpoint.py", "own_etcd/decisions.py"),
     *(f"timeline/{name}.py" for name in ("events", "spans", "svg", "trace")),
-    *("telemetry/goodput.py", "status/job_status.py", "events/event_table.py"),
+    *("telemetry/goodput.py", "status/headline.py", "status/job_status.py", "events/event_table.py"),
     *(
         "checkpoints/choice/decisions.py",
         "checkpoints/agreement/messages.py",

@@ -21,6 +21,7 @@ from elastic_ext.base.printable import counted, shown
 from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.failures import case, classify, policy, user_rules
 from elastic_ext.rendezvous import job_status, running_job
+from elastic_ext.status import headline
 from elastic_ext.status.job_status import ENDED_STATES, SILENT, Document, NodeStatus, encode
 from elastic_ext.telemetry import families
 
@@ -73,7 +74,8 @@ def _watch(read: job_source.Read, as_json: bool) -> int:
         try:
             document, read_at, fault = read(), time.monotonic(), ""
         except running_job.NoSuchJob as error:
-            document = replace(document, job=replace(document.job, state="ended", reason=str(error)), nodes=(), unknown=())
+            ended = replace(document.job, state="ended", headline=headline.NONE_LEFT, reason=str(error))
+            document = replace(document, job=ended, nodes=(), unknown=())
         except (UsageError, records.RecordError) as error:
             if time.monotonic() - read_at >= LOST_S:
                 raise
@@ -143,6 +145,8 @@ def job_lines(document: Document, terminal: Terminal) -> Iterator[Line]:
     """Return the document as lines. They may hold what others wrote; `as_text` makes that safe to show."""
     job = document.job
     yield (f"job {job.run_id} ({job.backend}): ", BOLD), (job.state, TONES.get(job.state, BOLD)), (f", round {job.round}", PLAIN)
+    if job.headline:
+        yield ((f"  {job.headline}", BOLD),)
     if job.reason:
         yield ((f"  because: {job.reason}", PLAIN),)
     if old := _old(document):
@@ -152,10 +156,9 @@ def job_lines(document: Document, terminal: Terminal) -> Iterator[Line]:
     yield from _timeline(document, terminal)
     yield from _nodes(document, terminal)
     yield from (((f"straggler: {slow.text}", BUSY),) for slow in document.stragglers)
-    explained = {each.round for each in document.failures[-LATEST:]}
     for span in document.rounds[-LATEST:]:
         ended = f", ended {age(span.ended_s)} ago" if span.ended_s is not None else ", runs"
-        why = f": {span.why}" if span.why and span.round not in explained else ""
+        why = f": {span.why}" if span.why else ""
         yield ((f"round {span.round}: began {age(span.began_s)} ago{ended}{why}", PLAIN),)
     for failure in document.failures[-LATEST:]:
         code = f", exit code {failure.exit_code}" if failure.exit_code is not None else ""

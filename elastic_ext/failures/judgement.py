@@ -84,6 +84,7 @@ class _Cause:
     host: str
     rank: int
     refuse_newer: int | None = None
+    gone: str = ""
 
 
 def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumstances, round_: int) -> tuple[Ledger, JobVerdict]:
@@ -130,6 +131,7 @@ def judge(reports: Mapping[str, Report], ledger: Ledger, circumstances: Circumst
         refuse_newer=cause.refuse_newer,
         refused_by=_refused_by(reports, cause, decision),
         bad=bad,
+        gone=cause.gone,
     )
     failures = (*ledger.failures, now)[-records.MAX_FAILURES :]
     if bad:  # the next launch is on other nodes, and has a budget of its own
@@ -170,9 +172,8 @@ def too_few_left(ledger: Ledger, circumstances: Circumstances, round_: int) -> t
     decision = policy.Decision(
         policy.Action.STOP, NETWORK, f"{names}{more}; {left} (rejoin_timeout)", code, TOO_FEW, response=Response.REQUEUE
     )
-    verdict = JobVerdict(
-        decision, round_, lost[0].id, lost[0].host, joint.NO_RANK, ledger.charged, circumstances.max_restarts, circumstances.at
-    )
+    of_first = (lost[0].id, lost[0].host, joint.NO_RANK, ledger.charged, circumstances.max_restarts, circumstances.at)
+    verdict = JobVerdict(decision, round_, *of_first, gone=lost[0].how)
     return replace(ledger, verdicts=(*ledger.verdicts, verdict)[-records.MAX_VERDICTS :]), verdict
 
 
@@ -340,7 +341,7 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
     reason = f"node {first.host} {first.how}{more}; then {describe(evidence)}, on {report.host}"
     diagnosis = replace(victim, response=Response.RESTART_FREE, reason=reason, evidence=replace(victim.evidence, node=first.host))
-    return _Cause(diagnosis, report, first.id, first.host, joint.NO_RANK)
+    return _Cause(diagnosis, report, first.id, first.host, joint.NO_RANK, gone=first.how)
 
 
 def _of_early(reports: Mapping[str, Report], victim: Diagnosis, report: Report) -> _Cause | None:

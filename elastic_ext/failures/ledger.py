@@ -177,6 +177,7 @@ MAX_TEXT = 2000  # characters of a message or reason in a record
 MAX_FRAMES = 20  # of an exception in a report, the innermost
 MAX_STACKS = 1500  # characters of stacks in a verdict: a ledger holds 64 verdicts
 MAX_CHARGED = 10**6  # restarts
+_Gone = Annotated[str, lambda text: len(text) <= 60]  # what became of a node
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,8 @@ class JobVerdict:
     refused_by: NameOrEmpty = ""  # id of the node that marks these checkpoints, or the one that is to blame; "": as `node`
     # ids of the nodes to replace where the job ends because it cannot run without them; (): as `decision` says, for all nodes
     bad: tuple[NameOrEmpty, ...] = ()
+    # what became of the node with the cause, as in "was lost"; "": it is there, or an older version judged
+    gone: _Gone = ""
 
     def for_node(self, node: str, preset: str) -> Decision:
         """Return the decision for this node's agent. preset: a key of policy.EXIT_CODES.

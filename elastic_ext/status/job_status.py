@@ -21,6 +21,7 @@ from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.features.stragglers.rows import Straggler
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import State
+from elastic_ext.status import headline
 from elastic_ext.telemetry import families
 
 REPORT_SCHEMA = 1
@@ -136,7 +137,10 @@ ENDED_STATES = ("succeeded", "failed", "ended")  # of a job
 
 @dataclass(frozen=True)
 class Failure:
-    """A verdict of the job. rank, host: of the cause. at: wall clock of the agent that judged, as text, for people only."""
+    """A verdict of the job. rank, host: of the cause. at: wall clock of the agent that judged, as text, for people only.
+
+    headline: the cause and the decision, in one short sentence. reason: at length.
+    """
 
     round: int
     decision: str
@@ -149,6 +153,7 @@ class Failure:
     restarts: int
     limit: int | None
     at: str
+    headline: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,7 +163,7 @@ class Job:
     run_id: str
     backend: str
     state: str  # forming, starting, running, recovering, succeeded, failed, ended (how is unknown)
-    reason: str  # why it is in this state; "" if nothing is to be said
+    reason: str  # what the headline leaves out and no failure says; ""
     round: int
     # nodes, world_size: of the current round, or the last one
     nodes: int
@@ -174,6 +179,7 @@ class Job:
     saved_step: int | None = None
     saved_s: float | None = None
     total_steps: int | None = None  # as the script reported them
+    headline: str = ""  # what it does now, and why, in one short sentence (`status.headline`); "": an older agent shows it
 
 
 @dataclass(frozen=True)
@@ -295,12 +301,12 @@ def build(sources: Sources) -> Document:
     nodes = sorted(found, key=lambda node: (node.node_rank < 0, node.node_rank, node.id))
     rounds, by = _rounds(reports, own)
     failures = tuple(_failure(each) for each in status.ledger.verdicts)
-    verdicts = {each.round: each.reason for each in failures}
+    said = {each.round: each.headline for each in failures}
     spent = own.spent.spent.seconds if own is not None else _spent(status, faults)
     return Document(
         job=_job(sources, failures, nodes, {each.id for each in nodes if behind.get(each.id, 0.0) <= FRESH_S}),
         nodes=tuple(nodes),
-        rounds=tuple(replace(each, why=cut(shown(verdicts.get(each.round, each.why)), MAX_TEXT)) for each in rounds),
+        rounds=tuple(replace(each, why=cut(shown(said.get(each.round, each.why)), MAX_TEXT)) for each in rounds),
         failures=failures,
         stragglers=_stragglers(reports),
         gauges=_gauges(reports),
@@ -339,15 +345,15 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
     header, last = status.header, failures[-1] if failures else None
     left = not header.round and not status.nodes and all(each.state == GONE for each in nodes)
     final = last if last is not None and (left or last.round == header.round) else None
-    state, reason = _state(status, final, nodes, left), header.reason
-    of_round = [each for each in nodes if each.node_rank >= 0]
+    state, of_round = _state(status, final, nodes, left), [each for each in nodes if each.node_rank >= 0]
     saves = [each for each in nodes if each.saved_step is not None]
     saved = max(saves, key=lambda each: (each.saved_step or 0, -(each.saved_s or 0.0)), default=None)
     return Job(
         run_id=shown(status.run_id),
         backend=sources.backend,
         state=state,
-        reason=cut(shown(final.reason if final is not None and state not in ("running", "ended") else reason), MAX_TEXT),
+        headline=headline.of_job(_situation(status, state, nodes, saved, final is not None)),
+        reason="" if final is not None or header.lost else cut(shown(header.differs or header.reason), MAX_TEXT),
         round=header.round or (own.report.round if own is not None else _last_round(status.ledger)),
         nodes=header.nodes or (own.nodes if own is not None else 0) or len(of_round),
         world_size=header.world or (own.world if own is not None else 0) or sum(each.workers for each in of_round),
@@ -359,6 +365,25 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         steps_per_s=min((each.steps_per_s for each in of_round if each.steps_per_s is not None), default=None),
         saved_step=saved.saved_step if saved is not None else None,
         saved_s=saved.saved_s if saved is not None else None,
+    )
+
+
+def _situation(
+    status: JobStatus, state: str, nodes: Sequence[NodeStatus], saved: NodeStatus | None, judged: bool
+) -> headline.Situation:
+    """Return what the headline depends on. judged: the last verdict is on the round of the header."""
+    lost = {shown(id_) for id_ in status.reports} - {shown(id_) for id_ in status.nodes} if status.nodes else set()
+    there = [each for each in nodes if each.state != GONE and each.id not in lost]  # a report may outlive its node
+    states = [each.state for each in there if each.node_rank >= 0]
+    return headline.Situation(
+        state,
+        status.header,
+        status.ledger.verdicts[-1] if judged else None,
+        here=tuple(each.name or each.id for each in there),
+        members=len(states),
+        training=states.count(families.RUNNING),
+        silent=states.count(SILENT),
+        saved_step=saved.saved_step if saved is not None else None,
     )
 
 
@@ -447,6 +472,7 @@ def _failure(verdict: JobVerdict) -> Failure:
         round=verdict.round,
         decision=decision.word,
         kind=shown(decision.kind),
+        headline=headline.of_failure(verdict),
         reason=cut(shown(decision.reason), MAX_TEXT),
         rule=shown(decision.rule),
         host=shown(verdict.host),

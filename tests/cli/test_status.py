@@ -151,7 +151,9 @@ def test_a_job_without_leases_is_judged_by_verdicts():
     gone = {"nodes": {}, "assignments": {}}
     ledger = failed_ledger = Ledger((), 0, (JobVerdict(STOP, 2, "a", "n0", 0, 1, 3),))
     failed = built(job(Header(), ledger=ledger, **gone))
-    assert (failed.job.state, failed.job.round, failed.job.reason) == ("failed", 2, "a bug\\x1b[2J")
+    assert (failed.job.state, failed.job.round) == ("failed", 2)
+    assert (failed.job.headline, failed.job.reason) == ("rank 0 on n0 failed in its code; the job stopped", "")
+    assert [each.reason for each in failed.failures] == ["a bug\\x1b[2J"]
     restarted = dataclasses.replace(STOP, action=Action.RESTART, exit_code=None, response=Response.RESTART)
     ledger = Ledger((), 0, (JobVerdict(restarted, 2, "a", "n0", 0, 1, 3),))
     ended = built(job(Header(), ledger=ledger, **gone)).job

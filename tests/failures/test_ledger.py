@@ -150,7 +150,7 @@ def test_a_lost_nodes_victim_comes_second(lost, begins):
     assert reason.endswith(", on ha")
     assert len(reason) < 300
     assert (verdict.host, verdict.rank, verdict.node, verdict.decision.kind) == ("hc", -1, lost[0].id, "network")
-    assert verdict.shown_by == "a", "the lost one logs nothing"
+    assert (verdict.shown_by, verdict.gone) == ("a", lost[0].how), "the lost one logs nothing"
     assert ledger.failures[-1].node == "hc", "nothing is held against the victim's node"
 
 

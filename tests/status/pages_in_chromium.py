@@ -57,9 +57,8 @@ def failure(
     round_: int = 1, reason: str = "rank 27 was killed by SIGKILL: out of memory", code: int | None = None, host: str = "n3"
 ) -> Failure:
     decision, kind = ("stop", "code") if code is not None else ("restart", "host_memory" if host == "n3" else "network")
-    return Failure(
-        round_, decision, kind, reason, "killed", host, 27 if host == "n3" else -1, code, 1, 3, "2026-01-02 03:04:05+0000"
-    )
+    rank, said = 27 if host == "n3" else -1, f"node {host} failed; the job {'stopped' if code is not None else 'restarts'}"
+    return Failure(round_, decision, kind, reason, "killed", host, rank, code, 1, 3, "2026-01-02 03:04:05+0000", said)
 
 
 def spent(minute: float) -> tuple[StateSeconds, ...]:
@@ -82,11 +81,15 @@ def document(count: int = 4, state: str = "running", name: str = "n{}", last: Fa
         )
         for i in range(count)
     )
-    rounds = (RoundSpan(1, 3600.0, 1280.0, failure().reason), RoundSpan(2, 1210.0, None if state == "running" else 7.5, ""))
-    reason = last.reason if last is not None else "" if state == "running" else "waiting for 1 node"
+    rounds = (RoundSpan(1, 3600.0, 1280.0, failure().headline), RoundSpan(2, 1210.0, None if state == "running" else 7.5, ""))
+    headline = last.headline if last is not None else f"all {count} nodes train" if running else "the workers start again"
+    reason = "" if last is not None or running else "waiting for 1 node"
     points = tuple(GoodputPoint(3600.0 - 60 * minute, spent(minute)) for minute in range(60))
     return Document(
-        job=Job("llama-70b", "ext_etcd", state, reason, 2, count, count * 8, 1, 3, last or failure(), 12000, 3.21, 11900, 31.0),
+        job=Job(
+            *("llama-70b", "ext_etcd", state, reason, 2, count, count * 8, 1, 3, last or failure(), 12000, 3.21, 11900, 31.0),
+            headline=headline,
+        ),
         nodes=nodes,
         rounds=rounds,
         failures=(failure(), *([last] if last else [])),

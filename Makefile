@@ -5,7 +5,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 
-.PHONY: demo system check test test-all ci chaos lint matrix bench report reference clean
+.PHONY: demo system check test test-all ci chaos lint matrix bench report pictures reference clean
 
 demo: $(READY) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
@@ -52,6 +52,9 @@ bench: $(READY) ## ours against stock torchrun; writes tables, JSON lines and pl
 
 report: $(READY) ## the same, only those whose code has changed since; writes benchmarks/results/README.md
 	$(PY) benchmarks/report.py
+
+pictures: $(READY) ## make every picture of the pages again: from real jobs, and the plots from their results; best on a quiet machine
+	$(PY) -m tests.pictures
 
 reference: $(READY) ## write the generated tables of elastic_ext/docs
 	$(PY) -m tests.reference

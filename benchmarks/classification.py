@@ -24,6 +24,7 @@ from elastic_ext.failures.evidence import Evidence, RaisedException
 from elastic_ext.failures.rules import RULES
 
 TEXTS = sorted({text for rule in RULES for one in rule.texts for text in ([one] if isinstance(one, str) else one)})
+PROMISE_MS = 10.0
 LETTERS = string.ascii_lowercase + " \n"
 
 
@@ -57,10 +58,19 @@ def milliseconds(evidence: Evidence, repeat: int) -> list[float]:
     return found
 
 
+def draw(figure: Any, rows: dict[str, Any], promise_ms: float) -> None:
+    axes = figure.subplots()
+    bars = axes.barh(list(rows), [row["median_ms"] for row in rows.values()], color="#4c9f70")
+    axes.bar_label(bars, fmt="%.2f")
+    axes.axvline(promise_ms, color="#888888", linestyle=":")
+    axes.set(xlabel="milliseconds", title="What does a failure mean? 64 KB of stderr")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=50, help="number of measurements of each row")
-    parser.add_argument("--promise-ms", type=float, default=10.0, help="if a median takes longer, the exit code is 1")
+    parser.add_argument("--promise-ms", type=float, default=PROMISE_MS, help="if a median takes longer, the exit code is 1")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     machine, rows = measure.machine(), {}
@@ -79,16 +89,8 @@ def main() -> int:
         "machine": machine,
     }
     lines = [[name, measure.shown(row["median_ms"]), measure.shown(row["max_ms"])] for name, row in rows.items()]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        bars = axes.barh(list(rows), [row["median_ms"] for row in rows.values()], color="#4c9f70")
-        axes.bar_label(bars, fmt="%.2f")
-        axes.axvline(args.promise_ms, color="#888888", linestyle=":")
-        axes.set(xlabel="milliseconds", title="What does a failure mean? 64 KB of stderr")
-        axes.spines[["top", "right"]].set_visible(False)
-
-    measure.publish(args.results, record, measure.table(["64 KB of", "median (ms)", "worst (ms)"], lines), draw)
+    text = measure.table(["64 KB of", "median (ms)", "worst (ms)"], lines)
+    measure.publish(args.results, record, text, lambda figure: draw(figure, rows, args.promise_ms))
     return 0 if record["kept"] else 1
 
 

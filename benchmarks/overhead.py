@@ -260,6 +260,13 @@ def ratios_to(other: str, blocks: Sequence[Turns], of: str = "ours") -> list[flo
     return [each.rate(of) / each.rate(other) for each in blocks]
 
 
+def draw(figure: Any, blocks: Sequence[Mapping[str, float]]) -> None:
+    axes = figure.subplots()
+    axes.boxplot([[each[side] for each in blocks] for side in SIDES], tick_labels=[TITLES[side] for side in SIDES])
+    axes.set(ylabel=f"steps/s, in {BLOCK} rounds", ylim=(0, None), title="Throughput of train_fsdp.py")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=380)
@@ -298,14 +305,8 @@ def main() -> int:
         row("beside it (% of a core)", "beside_cpu", 2, 100),
         row("memory of a standby (MB)", "standby_mb", 0),
     ]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.boxplot([[each.rate(side) for each in blocks] for side in SIDES], tick_labels=[TITLES[side] for side in SIDES])
-        axes.set(ylabel=f"steps/s, in {BLOCK} rounds", ylim=(0, None), title="Throughput of train_fsdp.py")
-        axes.spines[["top", "right"]].set_visible(False)
-
-    measure.publish(args.results, record, measure.table(["", *(TITLES[side] for side in SIDES)], shown), draw)
+    text = measure.table(["", *(TITLES[side] for side in SIDES)], shown)
+    measure.publish(args.results, record, text, lambda figure: draw(figure, record["blocks"]))
     return 0 if record["kept"] else 1
 
 

@@ -28,6 +28,9 @@ SAVES = ("elastic_ext/checkpoints",)
 HEAD = """# Results
 
 Written by `make report` from the files beside it: each is what its script printed. [How they are measured](../README.md).
+
+`make pictures` draws the plots again from the JSON lines. Those of checkpoint_stall, own_etcd and verdict show single tries that
+their JSON lacks: only `make bench` draws them.
 """
 
 

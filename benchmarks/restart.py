@@ -25,7 +25,6 @@ to 10 ms, the clock tick of /proc, for all agents.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import subprocess
 import sys
@@ -196,17 +195,12 @@ def main() -> int:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"comma-separated, from: {', '.join(ROWS)}")
     parser.add_argument("--busy", type=int, default=0, help="processes beside the jobs that each keep one processor busy")
     jobs.add_device(parser)
-    parser.add_argument("--draw", action="store_true", help="measure nothing: draw what --results holds")
     parser.add_argument("--results", type=Path, default=measure.RESULTS)
     args = parser.parse_args()
     rows = args.rows.split(",")
     if unknown := [row for row in rows if row not in ROWS]:
         parser.error(f"unknown row {unknown[0]!r}; expected some of {', '.join(ROWS)}")
 
-    if args.draw:
-        stored = json.loads((args.results / "restart.json").read_text())["rows"]
-        measure.plot(args.results / "restart.png", lambda figure: draw(figure, stored))
-        return 0
     machine = measure.machine()
     found, load = {}, {}
     for row in rows:

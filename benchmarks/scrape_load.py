@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -206,6 +206,13 @@ def paired(runs: Sequence[Run], others: Sequence[Run]) -> float:
     return measure.median([run.tokens_s / other.tokens_s for run, other in zip(runs, others, strict=True)]) or 0.0
 
 
+def draw(figure: Any, sides: Mapping[str, Mapping[str, Any]]) -> None:
+    axes = figure.subplots()
+    axes.boxplot([each["all_tokens_s"] for each in sides.values()], tick_labels=list(sides))
+    axes.set(ylabel="tokens/s", ylim=(0, None), title="Throughput of train_fsdp.py under a storm")
+    axes.spines[["top", "right"]].set_visible(False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5, help="number of pairs of runs")
@@ -240,14 +247,7 @@ def main() -> int:
         ["agent's CPU (% of a core)", *(measure.shown(100 * sides[each]["agent_cpu"], 1) for each in SIDES)],
         ["leaked descriptors or threads", *(str(sides[each]["leaked"]) for each in SIDES)],
     ]
-
-    def draw(figure: Any) -> None:
-        axes = figure.subplots()
-        axes.boxplot([[run.tokens_s for run in runs[name]] for name in runs], tick_labels=list(runs))
-        axes.set(ylabel="tokens/s", ylim=(0, None), title="Throughput of train_fsdp.py under a storm")
-        axes.spines[["top", "right"]].set_visible(False)
-
-    measure.publish(args.results, record, measure.table(["", *SIDES], shown), draw)
+    measure.publish(args.results, record, measure.table(["", *SIDES], shown), lambda figure: draw(figure, sides))
     return 0 if record["kept"] else 1
 
 

@@ -310,7 +310,7 @@ def main() -> int:
     record["quiet"] = quiet(args.quiet_minutes) if args.quiet_minutes else None
     record["overhead"] = overhead(args.samples) if args.samples else None
     record |= {"repeat": args.repeat, "machine": machine, "kept": kept(record)}
-    measure.publish(args.results, record, shown(record), lambda figure: draw(figure, record))
+    measure.publish(args.results, record, shown(record), (lambda figure: draw(figure, record)) if record["rows"] else None)
     return 0 if record["kept"] else 1
 
 

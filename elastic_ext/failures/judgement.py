@@ -33,6 +33,7 @@ from elastic_ext.failures.rules import (
 )
 
 VICTIM = 120  # characters of a victim's message
+_BUILT_AT = re.compile(r"\[/[^\s\]]{1,200}/([^\s/\]]{1,80}:\d{1,6})\]")  # a source file where torch was built
 MAX_NAMED = 8  # lost nodes in a reason
 TOO_FEW = "too-few-left"  # name of a rule
 _RANK = re.compile(r"(?<!local )\brank (\d{1,9})\b", re.IGNORECASE)
@@ -336,7 +337,7 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
     """Return the loss of a node as the cause. victim: of a worker that failed as the lost ones were gone."""
     first, evidence = lost[0], victim.evidence
     if evidence.exception is not None:
-        message = shortened(first_line(evidence.exception.message), VICTIM)
+        message = shortened(_BUILT_AT.sub(r"[\1]", first_line(evidence.exception.message)), VICTIM)
         evidence = replace(evidence, exception=replace(evidence.exception, message=message))
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
     reason = f"node {first.host} {first.how}{more}; then {describe(evidence)}, on {report.host}"

@@ -45,7 +45,7 @@ _ENDS = {
 
 
 @dataclass(frozen=True)
-class Situation:
+class JobNow:
     """What a headline depends on.
 
     Attributes:
@@ -68,7 +68,7 @@ class Situation:
     saved_step: int | None = None
 
 
-def of_job(now: Situation) -> str:
+def of_job(now: JobNow) -> str:
     """Return the headline of the job."""
     if now.state == "succeeded":
         return "the job finished"
@@ -79,7 +79,7 @@ def of_job(now: Situation) -> str:
     if now.state == "running":
         return _of_training(now)
     if now.state == "starting":
-        return f"{_all(now.members)} there; the workers start"
+        return f"{_all(now.members)} {'are' if now.members > 1 else 'is'} there; the workers start"
     return _of_forming(now) if now.state == "forming" else _of_recovery(now)
 
 
@@ -111,7 +111,7 @@ def _decided(verdict: JobVerdict) -> str:
     return "the job stopped" if decision.action is Action.STOP else "the job restarts"
 
 
-def _of_training(now: Situation) -> str:
+def _of_training(now: JobNow) -> str:
     """Return what a job does whose workers run. Of a node without a report nobody knows that it trains."""
     if not now.training:
         return f"round {now.header.round} runs; no node has reported yet"
@@ -120,10 +120,10 @@ def _of_training(now: Situation) -> str:
         return f"{now.training} of {now.members} nodes train{silent}"
     leaving = [host_of(each.node) for each in now.header.drains]
     leaves = f"; {_name(leaving[0])} will leave" if len(leaving) == 1 else f"; {len(leaving)} will leave" if leaving else ""
-    return (f"all {now.members} nodes train" if now.members > 1 else f"{_who(now.here)} trains") + leaves
+    return (f"{_all(now.members)} train" if now.members > 1 else f"{_who(now.here)} trains") + leaves
 
 
-def _of_forming(now: Situation) -> str:
+def _of_forming(now: JobNow) -> str:
     if now.header.differs:
         return "the nodes differ in what must be alike; none starts"
     if not now.here:
@@ -131,7 +131,7 @@ def _of_forming(now: Situation) -> str:
     return f"{_wait(now.here)} for more nodes"
 
 
-def _of_recovery(now: Situation) -> str:
+def _of_recovery(now: JobNow) -> str:
     header = now.header
     if header.state is State.RUNNING:
         if not now.here:
@@ -159,7 +159,7 @@ def _who(names: Sequence[str]) -> str:
 
 
 def _all(count: int) -> str:
-    return f"all {count} nodes are" if count > 1 else "the node is"
+    return {1: "the node", 2: "both nodes"}.get(count, f"all {count} nodes")
 
 
 def _name(host: str) -> str:

@@ -20,7 +20,7 @@ from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
 from elastic_ext.features.stragglers.rows import Straggler
 from elastic_ext.rendezvous.job_status import JobStatus
-from elastic_ext.rendezvous.round_records import State
+from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.status import headline
 from elastic_ext.telemetry import families
 
@@ -353,7 +353,7 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
         backend=sources.backend,
         state=state,
         headline=headline.of_job(_situation(status, state, nodes, saved, final is not None)),
-        reason="" if final is not None or header.lost else cut(shown(header.differs or header.reason), MAX_TEXT),
+        reason="" if final is not None or _says_it(header) else cut(shown(header.differs or header.reason), MAX_TEXT),
         round=header.round or (own.report.round if own is not None else _last_round(status.ledger)),
         nodes=header.nodes or (own.nodes if own is not None else 0) or len(of_round),
         world_size=header.world or (own.world if own is not None else 0) or sum(each.workers for each in of_round),
@@ -368,14 +368,19 @@ def _job(sources: Sources, failures: tuple[Failure, ...], nodes: list[NodeStatus
     )
 
 
+def _says_it(header: Header) -> bool:
+    """Return whether the headline says what the header's reason does."""
+    return bool(header.lost) or header.state in (State.RUNNING, State.DONE)
+
+
 def _situation(
     status: JobStatus, state: str, nodes: Sequence[NodeStatus], saved: NodeStatus | None, judged: bool
-) -> headline.Situation:
+) -> headline.JobNow:
     """Return what the headline depends on. judged: the last verdict is on the round of the header."""
     lost = {shown(id_) for id_ in status.reports} - {shown(id_) for id_ in status.nodes} if status.nodes else set()
     there = [each for each in nodes if each.state != GONE and each.id not in lost]  # a report may outlive its node
     states = [each.state for each in there if each.node_rank >= 0]
-    return headline.Situation(
+    return headline.JobNow(
         state,
         status.header,
         status.ledger.verdicts[-1] if judged else None,

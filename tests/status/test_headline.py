@@ -15,7 +15,7 @@ from elastic_ext.failures.policy import ACTIONS, Decision
 from elastic_ext.rendezvous.job_status import JobStatus, NodeText
 from elastic_ext.rendezvous.round_records import Assignment, Drain, EndKind, Header, Node, State
 from elastic_ext.status import headline, job_status
-from elastic_ext.status.headline import Situation
+from elastic_ext.status.headline import JobNow
 from elastic_ext.status.job_status import NodeReport, Sources
 
 GLOO = "node n1 was lost; then rank 0 raised RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer, on n0"
@@ -33,8 +33,8 @@ def verdict(
     return JobVerdict(decision, 2, f"{host}-7-abcdef", host, rank, **more)
 
 
-def recovers(header: Header, judged: JobVerdict | None = None, *here: str, saved_step: int | None = None) -> Situation:
-    return Situation("recovering", header, judged, here or ("n0",), saved_step=saved_step)
+def recovers(header: Header, judged: JobVerdict | None = None, *here: str, saved_step: int | None = None) -> JobNow:
+    return JobNow("recovering", header, judged, here or ("n0",), saved_step=saved_step)
 
 
 def with_drain(header: Header, released: bool) -> Header:
@@ -45,10 +45,11 @@ FREE = Response.RESTART_FREE
 GONE = verdict("network", FREE, "peer-connection", rank=-1, gone=LOST)
 CASES = (
     # all train
-    (Situation("running", RUNS, here=("n0", "n1"), members=2, training=2), "all 2 nodes train"),
-    (Situation("running", RUNS, here=("n0",), members=1, training=1), "n0 trains"),
-    (Situation("running", RUNS, here=("n0", "n1"), members=2, training=1, silent=1), "1 of 2 nodes train; 1 silent"),
-    (Situation("running", RUNS, here=("n0", "n1"), members=2, silent=2), "round 2 runs; no node has reported yet"),
+    (JobNow("running", RUNS, here=("n0", "n1"), members=2, training=2), "both nodes train"),
+    (JobNow("running", RUNS, here=("n0", "n1", "n2"), members=3, training=3), "all 3 nodes train"),
+    (JobNow("running", RUNS, here=("n0",), members=1, training=1), "n0 trains"),
+    (JobNow("running", RUNS, here=("n0", "n1"), members=2, training=1, silent=1), "1 of 2 nodes train; 1 silent"),
+    (JobNow("running", RUNS, here=("n0", "n1"), members=2, silent=2), "round 2 runs; no node has reported yet"),
     # a node was lost
     (recovers(dataclasses.replace(BROKEN, lost="n1-7-abcdef")), "node n1 was lost; n0 waits for it"),
     (recovers(dataclasses.replace(FEWER, lost="n1-7-abcdef")), "node n1 was lost; the others regroup"),
@@ -57,10 +58,10 @@ CASES = (
     (recovers(FEWER, GONE), "node n1 was lost; the job restarts"),
     (recovers(BROKEN, verdict("network", FREE, rank=-1, gone=CUT)), "node n1 was cut off; n0 waits for it"),
     (
-        Situation("failed", BROKEN, verdict("network", Response.REQUEUE, TOO_FEW, rank=-1, gone=LOST)),
+        JobNow("failed", BROKEN, verdict("network", Response.REQUEUE, TOO_FEW, rank=-1, gone=LOST)),
         "node n1 was lost; too few remain",
     ),
-    (Situation("ended", BROKEN, GONE), "node n1 was lost; no agent is left"),
+    (JobNow("ended", BROKEN, GONE), "node n1 was lost; no agent is left"),
     # a worker failed
     (recovers(dataclasses.replace(BROKEN, end=EndKind.FAILED), None, "n0", "n1"), "a worker failed; the cause is being found"),
     (recovers(BROKEN, verdict("host_memory"), "n0", "n1"), "rank 1 on n1 ran out of memory; the job restarts"),
@@ -78,20 +79,20 @@ CASES = (
         "n0 and n1 cannot reach each other; the job restarts",
     ),
     # a bug
-    (Situation("failed", BROKEN, verdict("code", Response.STOP)), "rank 1 on n1 failed in its code; the job stopped"),
-    (Situation("failed", dataclasses.replace(BROKEN, state=State.CLOSED)), "the job was closed"),
+    (JobNow("failed", BROKEN, verdict("code", Response.STOP)), "rank 1 on n1 failed in its code; the job stopped"),
+    (JobNow("failed", dataclasses.replace(BROKEN, state=State.CLOSED)), "the job was closed"),
     # at the start
-    (Situation("forming", Header()), "no node has come yet"),
-    (Situation("forming", Header(), here=("n0",)), "n0 waits for more nodes"),
-    (Situation("forming", Header(), here=("n0", "n1")), "2 nodes wait for more nodes"),
+    (JobNow("forming", Header()), "no node has come yet"),
+    (JobNow("forming", Header(), here=("n0",)), "n0 waits for more nodes"),
+    (JobNow("forming", Header(), here=("n0", "n1")), "2 nodes wait for more nodes"),
     (
-        Situation("forming", Header(differs="n1 has another --max-restarts"), here=("n0", "n1")),
+        JobNow("forming", Header(differs="n1 has another --max-restarts"), here=("n0", "n1")),
         "the nodes differ in what must be alike; none starts",
     ),
-    (Situation("starting", RUNS, here=("n0", "n1"), members=2), "all 2 nodes are there; the workers start"),
+    (JobNow("starting", RUNS, here=("n0", "n1"), members=2), "both nodes are there; the workers start"),
     # the end
-    (Situation("succeeded", dataclasses.replace(RUNS, state=State.DONE)), "the job finished"),
-    (Situation("ended", Header()), headline.NONE_LEFT),
+    (JobNow("succeeded", dataclasses.replace(RUNS, state=State.DONE)), "the job finished"),
+    (JobNow("ended", Header()), headline.NONE_LEFT),
     # a hang
     (
         recovers(dataclasses.replace(BROKEN, end=EndKind.STALLED), None, "n0", "n1"),
@@ -105,19 +106,19 @@ CASES = (
     ),
     # drained, preempted
     (
-        Situation("running", with_drain(RUNS, False), here=("n0", "n1"), members=2, training=2),
-        "all 2 nodes train; n1 will leave",
+        JobNow("running", with_drain(RUNS, False), here=("n0", "n1"), members=2, training=2),
+        "both nodes train; n1 will leave",
     ),
     (recovers(with_drain(BROKEN, True)), "node n1 was drained; n0 waits for another"),
     (recovers(with_drain(FEWER, True)), "node n1 was drained; the others regroup"),
     (
-        Situation("failed", BROKEN, verdict("preemption", Response.REQUEUE)),
+        JobNow("failed", BROKEN, verdict("preemption", Response.REQUEUE)),
         "rank 1 on n1 was preempted; a requeue follows",
     ),
     # the next round
     (recovers(RUNS, None, "n0", "n1", saved_step=75), "the workers start again; the last checkpoint is of step 75"),
     (recovers(RUNS, None, "n0", "n1"), "the workers start again"),
-    (Situation("recovering", RUNS), "no node is there; the job waits for nodes"),
+    (JobNow("recovering", RUNS), "no node is there; the job waits for nodes"),
     (recovers(FEWER), "round 2 ended; the nodes regroup"),
     (recovers(BROKEN), "round 2 ended; n0 waits for more nodes"),
 )
@@ -134,7 +135,7 @@ def test_no_headline_is_long_or_a_victims(response):
     named = ("n1", "a name\tof several words", "x" * 200)
     for kind, rule, rank, host, gone in itertools.product(KINDS, ruled, (-1, 7), named, ("", LOST, CUT)):
         judged = verdict(kind, response, rule, host, rank, gone=gone)
-        for now in (recovers(BROKEN, judged), Situation("failed", BROKEN, judged), Situation("ended", BROKEN, judged)):
+        for now in (recovers(BROKEN, judged), JobNow("failed", BROKEN, judged), JobNow("ended", BROKEN, judged)):
             said = headline.of_job(now)
             assert len(said.split()) <= headline.WORDS, said
             assert "gloo" not in said

@@ -1,4 +1,5 @@
-"""The page of the whole job in a real browser. With RECORD_STATUS=1 its pictures replace those in the docs."""
+"""The page of the whole job in a real browser. With RECORD_STATUS=1, as in `make pictures`, its pictures replace those in the
+docs."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ def test_text_of_others_stays_text(browser: Any) -> None:
     shown = document(1, name=hostile + "{}", last=failure(2, hostile, 65, host=hostile))
     shown = replace(
         shown,
-        job=replace(shown.job, run_id=hostile, state=hostile, reason=hostile, backend=hostile),
+        job=replace(shown.job, run_id=hostile, state=hostile, headline=hostile, reason=hostile, backend=hostile),
         stragglers=(Straggler(hostile, 1, 0.02, 0.03, 0.06, 0.33),),
         refused=(Refusal(hostile, hostile),),
         goodput=(StateSeconds(hostile, 9.0), StateSeconds("constructor", 1.0)),
@@ -76,7 +77,19 @@ def test_text_of_others_stays_text(browser: Any) -> None:
     )
     with served(of_nodes(shown, {0: {"state": "constructor"}})) as url:
         page = opened(browser, url)
-        for place in ("name", "state", "reason", "failures", "stragglers", "refused", "key", "unknown", "stale", "shown-by"):
+        for place in (
+            "name",
+            "state",
+            "headline",
+            "reason",
+            "failures",
+            "stragglers",
+            "refused",
+            "key",
+            "unknown",
+            "stale",
+            "shown-by",
+        ):
             assert hostile in page.inner_text(f"#{place}"), place
         assert page.title().startswith(f"job {hostile}")
         assert page.evaluate("[window.owned, document.querySelectorAll('script, img, b').length]") == [None, 1]
@@ -84,6 +97,24 @@ def test_text_of_others_stays_text(browser: Any) -> None:
         # And a script that somebody gets into the page does not run.
         page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.owned = 1'}))")
         assert page.evaluate("window.owned") is None
+        page.close()
+
+
+GLOO = "node n3 was lost; then rank 0 raised RuntimeError: [gloo/transport/tcp/pair.cc:537] Connection closed by peer, on n0"
+
+
+@pytest.mark.seam
+def test_the_long_reason_stands_once(browser: Any) -> None:
+    with served(document(3, "recovering", last=failure(2, GLOO))) as url:
+        page = opened(browser, url)
+        assert page.content().count(GLOO) == 1  # not in a title or a label either
+        assert GLOO in page.inner_text("#failures")
+        assert page.inner_text("#headline") == "node n3 failed; the job restarts"
+        assert page.is_hidden("#reason")
+        page.close()
+    with served(document(3, "recovering")) as url:  # no failure says it
+        page = opened(browser, url)
+        assert page.inner_text("#reason") == "waiting for 1 node"
         page.close()
 
 
@@ -214,6 +245,9 @@ def take(browser: Any, url: str, name: str) -> None:
     for size, device in ((PHONE, "phone"), (DESKTOP, "desktop")):
         page = opened(browser, url, size, "dark" if name == "recovery" else "light")
         assert page.evaluate(OVERFLOW) == []
+        for reason in page.locator("#failures td.w").all_text_contents():
+            assert page.text_content("main").count(reason) == 1
+            assert reason not in page.text_content("header")
         assert page.problems == []
         if "RECORD_STATUS" in os.environ:
             from PIL import Image
@@ -241,10 +275,10 @@ def test_a_real_job_on_a_nodes_page(browser: Any, server: EtcdServer, tmp_path: 
         page = opened(browser, url)
         page.locator("#nodes tbody tr", has_text=re.compile(r"step \d+")).nth(1).wait_for()
         page.locator("#columns rect").nth(9).wait_for(state="attached")
-        page.locator("#state", has_text="running").wait_for()
+        page.locator("#headline", has_text="both nodes train").wait_for()
         take(browser, url, "healthy")
         two.process.kill()
-        page.locator("#state", has_text="recovering").wait_for()
+        page.locator("#headline", has_text="node n1 was lost; n0 waits for it").wait_for()
         take(browser, url, "recovery")
         with Job(job, tmp_path, ELASTIC_EXT_NODE_NAME="n2", **environ) as three:
             page.locator("#rounds tbody tr").nth(1).wait_for()
@@ -253,7 +287,7 @@ def test_a_real_job_on_a_nodes_page(browser: Any, server: EtcdServer, tmp_path: 
             assert_an_outage_is_shown(page, url, server)
             (tmp_path / "bug").touch()
             page.locator("#failures tbody tr", has_text="NameError").wait_for()
-            page.locator("#state", has_text="failed").wait_for()
+            page.locator("#headline", has_text="rank 1 on n2 failed in its code; the job stopped").wait_for()
             assert three.finish().returncode == 65
         one.wait_for("serves its last metrics")
         take(browser, url, "ended")

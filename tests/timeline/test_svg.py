@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -42,15 +43,15 @@ def test_it_shows_rows_marks_key_and_table(job):
         "whole job",
         "round",
         "checkpoints",
-        "training 21.5%",
         "no agent",
         "left with exit",
         "when",
     ):
         assert expected in texts, expected
+    assert any(re.fullmatch(r"training \d\d\.\d%", each) for each in texts)
     assert texts[0] == job.headline
-    assert "rank 0 was killed by SIGKILL: the sender of the signal is" in " ".join(texts)
-    assert "resumed from step 50" in " ".join(texts)
+    assert "rank 0 was killed by SIGKILL: " in " ".join(texts)
+    assert job.interruptions[0].after in " ".join(texts)
     assert len(root.findall(f".//{SVG}path[@class='saved']")) == len(job.saved)
     assert len(root.findall(f".//{SVG}path[@class='round']")) == len(job.rounds)
     assert [len(root.findall(f".//{SVG}circle[@class='{each} dot']")) for each in ("failure", "change")] == [3, 0]

@@ -51,7 +51,7 @@ def test_the_two_kinds(tmp_path, capsys):
     for kind in ("json", "svg"):
         code, out, err = run(capsys, EVENTS, "-o", tmp_path / f"life.{kind}")
         assert (code, err) == (0, ""), err
-        assert re.search(r"3 rows, 3 failures, \d\d checkpoints", out)
+        assert re.search(r"3 rows, 3 failures, \d+ checkpoints", out)
     assert len(json.loads((tmp_path / "life.json").read_text())["traceEvents"]) > 60
     assert ElementTree.fromstring((tmp_path / "life.svg").read_text()).tag == "{http://www.w3.org/2000/svg}svg"
 

@@ -97,9 +97,12 @@ def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
         for name in ("n0", "n1"):
             nodes.jobs[name].process.terminate()
         assert [nodes.jobs[name].finish().returncode for name in ("n0", "n1")] == [75, 75]
-        nodes.start("n0", "n1", "n2")
-        for name in nodes.jobs:
+        nodes.start("n0", "n1")
+        for name in ("n0", "n1"):
             nodes.trains(name, 1)
+        nodes.start("n2")  # a change of members
+        for name, rounds in (("n0", 2), ("n1", 2), ("n2", 1)):
+            nodes.trains(name, rounds)
         nodes.saved()
         nodes.finish.touch()
         assert [job.finish().returncode for job in nodes.jobs.values()] == [0, 0, 0]
@@ -117,6 +120,7 @@ def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
     assert bool(of_lost) == bool(said)
     assert {(line["culprit_host"], line["culprit_rank"], line["decision"]) for line in of_lost} <= {("n2", -1, "restart_free")}
     assert marks & {("preemption", "n0"), ("preemption", "n1")}
+    assert found.interruptions[-1].kind == "membership"
     assert found.headline.endswith("ended: succeeded")
     if "RECORD_TIMELINE" in os.environ:
         PICTURE.write_bytes((tmp_path / "life.svg").read_bytes())

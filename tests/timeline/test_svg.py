@@ -50,7 +50,7 @@ def test_it_shows_rows_marks_key_and_table(job):
         assert expected in texts, expected
     assert any(re.fullmatch(r"training \d\d\.\d%", each) for each in texts)
     assert texts[0] == job.headline
-    assert "rank 0 was killed by SIGKILL: " in " ".join(texts)
+    assert "was killed by SIGKILL: " in " ".join(texts)
     assert job.interruptions[0].after in " ".join(texts)
     assert len(root.findall(f".//{SVG}path[@class='saved']")) == len(job.saved)
     assert len(root.findall(f".//{SVG}path[@class='round']")) == len(job.rounds)

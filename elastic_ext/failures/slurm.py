@@ -21,6 +21,8 @@ _OTHER_ENDS = ("PREEMPTED", "NODE_FAIL", "CANCELLED", "OUT_OF_MEMORY", "BOOT_FAI
 _ENDS = {"TIMEOUT": TIME_LIMIT, "DEADLINE": TIME_LIMIT, **{state: state for state in _OTHER_ENDS}}
 _REASONS = {"TimeLimit": TIME_LIMIT, "Preempted": "PREEMPTED", "NodeDown": "NODE_FAIL"}
 _FIELD = re.compile(r"(?:^|\s)(JobState|Reason|Restarts)=(\S*)")
+_RECORD = re.compile(r"^(?=JobId=)", re.MULTILINE)
+_TASK = re.compile(r"JobId=(\d+)\s+ArrayJobId=")
 
 
 @dataclass(frozen=True)
@@ -75,18 +77,24 @@ def query(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> evidence.
     job = read_environment(environ)
     scontrol = shutil.which("scontrol", path=environ.get("PATH"))
     text = None
-    if scontrol is not None and re.fullmatch(r"[0-9_+]+", job.job_id):  # "1234" or "1234_7", never an option
+    if scontrol is not None and re.fullmatch(r"[0-9]+", job.job_id):  # never an option
         text = commands.output([scontrol, "--oneliner", "show", "job", job.job_id], timeout_s, environ)
-    reason = parse_show_job(text or "", job.restarts)
+    reason = parse_show_job(without_other_tasks(text or "", job.job_id), job.restarts)
     if not reason and job.end_time is not None and time.time() >= job.end_time - LIMIT_MARGIN_S:
         reason = TIME_LIMIT
     return evidence.Platform("slurm", reason)
 
 
+def without_other_tasks(text: str, job_id: str) -> str:
+    """Return the output of `scontrol show job` without other tasks of the array: the id of its last task shows all of them."""
+    records = [(_TASK.match(each), each) for each in _RECORD.split(text)]
+    return "".join(each for task, each in records if task is None or task[1] == job_id)
+
+
 def parse_show_job(text: str, restarts: int | None = None) -> str:
     """Return why the job ends, from the output of `scontrol show job`; "" if that gives no reason.
 
-    The output may show several jobs (an array, a heterogeneous job, the run before a requeue): the first with a reason decides.
+    The output may show several jobs (a heterogeneous job, the run before a requeue): the first with a reason decides.
 
     Args:
         restarts: how often the job had been started again when this process began; None if unknown.

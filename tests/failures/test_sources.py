@@ -465,6 +465,17 @@ def test_a_job_that_slurm_is_ending(text, restarts, reason):
     assert slurm.parse_show_job(text, restarts) == reason
 
 
+def test_another_task_of_the_array_says_nothing():
+    """As Slurm shows an array whose first task was cancelled, for the id of the last task, which is that of the array."""
+    last = RUNNING.replace("JobId=42", "JobId=42 ArrayJobId=42 ArrayTaskId=5")
+    first = RUNNING.replace("JobId=42", "JobId=43 ArrayJobId=42 ArrayTaskId=3").replace("RUNNING", "CANCELLED")
+    shown = f"{last}\n{first}\n"
+    assert slurm.parse_show_job(slurm.without_other_tasks(shown, "42")) == ""
+    assert slurm.parse_show_job(slurm.without_other_tasks(shown, "43")) == "CANCELLED"
+    components = shown.replace("ArrayJobId", "HetJobId")  # they end together
+    assert slurm.parse_show_job(slurm.without_other_tasks(components, "42")) == "CANCELLED"
+
+
 def scontrol(folder: Path, body: str) -> "dict[str, str]":
     program = folder / "scontrol"
     program.write_text(f"#!/bin/sh\n{body}\n")

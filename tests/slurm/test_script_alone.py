@@ -281,6 +281,23 @@ def test_a_task_of_an_array_names_itself(alone: Alone) -> None:
     assert not [each for each in ran.calls if re.search(r"\b7(?!_3)", each)]
 
 
+@pytest.mark.parametrize(("chain", "places"), [("no", "saves/3 state/3"), ("yes", "saves state/3")])
+def test_tasks_of_an_array_share_no_checkpoints(alone: Alone, chain: str, places: str) -> None:
+    """Unless they are one training, in a row. CHECKPOINT_DIR is for scripts, ELASTIC_EXT_CHECKPOINT_DIR for the agents."""
+    task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "CHECKPOINT_DIR": "saves", "CHAIN": chain}
+    ran = alone.run('echo "in $CHECKPOINT_DIR $ELASTIC_EXT_CHECKPOINT_DIR $STATE"', lost=False, **task)
+    saves, state = places.split()
+    assert f"in {saves} {saves} {alone.folder}/{state}\n" in ran.out
+    assert (alone.folder / state / "over").exists()
+
+
+def test_a_heterogeneous_job_is_refused(alone: Alone) -> None:
+    (alone.folder / "calls").touch()
+    ran = alone.run("true", lost=False, SLURM_HET_SIZE="2")
+    assert (ran.code, ran.calls) == (78, [])
+    assert "heterogeneous" in ran.out
+
+
 def test_a_host_without_a_route_is_lost() -> None:
     """Where its link has gone the router says so, or nothing: it may not answer everybody."""
     found = re.search(r"^is_lost\(\) \{.*?^\}", SBATCH.read_text(), re.MULTILINE | re.DOTALL)

@@ -192,6 +192,10 @@ def _create(
         from elastic_ext.rendezvous.address import own_name
 
         known = settings.read(params.config, os.environ)
+        if "SLURM_TOPOLOGY_ADDR" in os.environ:
+            from elastic_ext.failures import slurm
+
+            known = slurm.with_location(known, os.environ)
         log_records.set_node(own_name(known))
         begin(known)
         from elastic_ext.base import torch_names

@@ -358,7 +358,8 @@ class Settings:
     stderr_tail: bool = _setting(True, BOOLEAN,
         "keep the last 64 KB of each worker's stderr as evidence; not where stderr is a terminal")
     topology: str | None = _setting(None, TEXT,
-        "location of this node, e.g. its rack; new nodes get ranks in the order of their locations")
+        "location of this node, e.g. its rack; new nodes get ranks in the order of their locations; default: in Slurm with a "
+        "topology plugin, the node's switches or its block")
     unsafe_etcd: bool = _setting(False, BOOLEAN,
         "`job:` on three hosts: accept etcd 3.5.0 to 3.5.2, although a member that is killed may lose writes for good")
     verify: str = _setting("sampled", one_of("off", "sampled", "full"),

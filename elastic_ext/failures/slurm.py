@@ -7,8 +7,9 @@ import shutil
 import signal
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from elastic_ext.base.settings import Settings
 from elastic_ext.failures import commands, evidence
 
 TIMEOUT_S = 2.0
@@ -66,6 +67,24 @@ def hostnames(environ: Mapping[str, str], timeout_s: float = TIMEOUT_S) -> tuple
     if scontrol is None or not hosts or hosts.startswith("-"):
         return ()
     return tuple((commands.output([scontrol, "show", "hostnames", hosts], timeout_s, environ) or "").split())
+
+
+def location(environ: Mapping[str, str]) -> str:
+    """Return the switches or the block of this node, as "spine.leaf1", the widest first; "" without a topology plugin. Pure.
+
+    The address ends with the node's own name, which is no part of its location; the pattern says what the parts are. A node below
+    several switches of the highest level may have an empty part for them.
+    """
+    pattern, node = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""), environ.get("SLURMD_NODENAME", "")
+    address = environ.get("SLURM_TOPOLOGY_ADDR", "")
+    if not node or not pattern.endswith(".node") or not address.endswith(f".{node}"):
+        return ""
+    return address.removesuffix(f".{node}").strip(".")
+
+
+def with_location(settings: Settings, environ: Mapping[str, str]) -> Settings:
+    """Return the settings, with the location that Slurm knows as `topology` if that is not set."""
+    return settings if settings.topology is not None else replace(settings, topology=location(environ) or None)
 
 
 def _number(text: str | None) -> int | None:

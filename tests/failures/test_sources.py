@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from elastic_ext.base import settings
+from elastic_ext.base.settings import Settings
 from elastic_ext.failures import commands, host, kubernetes, slurm
 from elastic_ext.failures.evidence import Platform
 from elastic_ext.failures.host import HostProbe, KernelLog, RecoveryAction, Xid, detect, parse_xid
@@ -509,6 +510,33 @@ def test_the_environment_of_slurm(tmp_path):
     assert slurm.read_environment({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "2"}) == slurm.SlurmJob("7", None, 2)
     assert host.slurm_notices({}) == ()
     assert host.slurm_notices({"SLURM_JOB_ID": "7"}) == (signal.SIGUSR1, signal.SIGUSR2)
+
+
+@pytest.mark.parametrize(
+    ("address", "pattern", "found"),
+    [
+        ("sh04.sh04-isw-16.n7", "switch.switch.node", "sh04.sh04-isw-16"),
+        ("b8.n7", "block.node", "b8"),
+        (".ib-core.tors-r1.n7", "switch.switch.switch.node", "ib-core.tors-r1"),
+        ("s[0-3].leaf1.n7", "switch.switch.node", "s[0-3].leaf1"),
+        ("n7", "node", ""),  # no plugin
+        ("leaf1.n8", "switch.node", ""),  # of another node: a copied environment
+        ("leaf1.n7", "", ""),
+        ("", "switch.node", ""),
+    ],
+)
+def test_where_a_node_is(address, pattern, found):
+    """The forms that Slurm's plugins make; the last part is the node. topology/block and empty parts: read in Slurm's source."""
+    environ = {"SLURMD_NODENAME": "n7", "SLURM_TOPOLOGY_ADDR": address, "SLURM_TOPOLOGY_ADDR_PATTERN": pattern}
+    assert slurm.location(environ) == found
+    assert slurm.location({**environ, "SLURMD_NODENAME": ""}) == ""
+    assert slurm.with_location(Settings(), environ).topology == (found or None)
+    assert slurm.with_location(Settings(topology="rack 3"), environ).topology == "rack 3"
+
+
+def test_a_node_name_may_have_dots():
+    environ = {"SLURMD_NODENAME": "n7.site.org", "SLURM_TOPOLOGY_ADDR": "leaf1.n7.site.org"}
+    assert slurm.location({**environ, "SLURM_TOPOLOGY_ADDR_PATTERN": "switch.node"}) == "leaf1"
 
 
 @pytest.mark.seam

@@ -77,14 +77,14 @@ class Node:
 
 
 class SlurmCluster:
-    """nodes: n1, n2, ... of 4 processors each. settings: lines of slurm.conf that a test needs otherwise."""
+    """nodes: n1, n2, ... of 4 processors each. switches: topology.conf. settings: lines of slurm.conf for a test."""
 
-    def __init__(self, nodes: int = 3, **settings: str) -> None:
+    def __init__(self, nodes: int = 3, switches: str = "", **settings: str) -> None:
         needs("munged", "slurmctld", "slurmd", "sbatch", "nsenter", "unshare")
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: it holds sockets
         self._stack = ExitStack()
         self._stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
-        self._count, self._settings = nodes, {"KillWait": "40", **settings}
+        self._count, self._switches, self._settings = nodes, switches, {"KillWait": "40", **settings}
         self.nodes: dict[str, Node] = {}
         self.router: list[str] = []
         self.controller: Job | None = None
@@ -125,6 +125,7 @@ class SlurmCluster:
             f"PartitionName=low Nodes={everything} Default=YES PriorityTier=1 PreemptMode=REQUEUE GraceTime={GRACE_S}",
             f"PartitionName=high Nodes={everything} PriorityTier=10 PreemptMode=OFF",
         ]
+        (self.folder / "topology.conf").write_text(self._switches)
         (self.folder / "slurm.conf").write_text("\n".join(lines) + "\n")
         cgroup = "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n" if self.cgroups else "CgroupPlugin=cgroup/v1\n"
         (self.folder / "cgroup.conf").write_text(cgroup)

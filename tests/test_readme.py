@@ -250,7 +250,8 @@ def test_pages_are_short_and_linked_from_start():
 def test_every_command_is_covered():
     commands = ("checkpoints save", "doctor", "drain", "plan", "status", "timeline")
     on_slurm = "CHECKPOINT_DIR="  # tests/slurm/test_train_sbatch.py runs it
-    covered = (on_slurm, "pip install .", "make demo", "curl ", *(f"elastic-ext {each}" for each in commands))
+    launchers = ("accelerate ", "PET_RDZV_", "torchrun --rdzv-backend=ext_c10d")  # tests/entrypoints/test_other_launchers.py
+    covered = (on_slurm, *launchers, "pip install .", "make demo", "curl ", *(f"elastic-ext {each}" for each in commands))
     assert all("train_fsdp" in command or command.startswith(covered) for command in COMMANDS)
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert len(README.split()) <= MOST_WORDS

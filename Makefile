@@ -5,7 +5,7 @@ VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
 
-.PHONY: demo system check test test-all ci chaos lint matrix bench report pictures reference clean
+.PHONY: demo system check test test-all ci chaos lint matrix bench report pictures reference site clean
 
 demo: $(READY) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
@@ -58,6 +58,10 @@ pictures: $(READY) ## make every picture of the pages again: from real jobs, and
 
 reference: $(READY) ## write the generated tables of elastic_ext/docs
 	$(PY) -m tests.reference
+
+SITE ?= build/site
+site: $(READY) ## the pages as a static site with search, and llms.txt; a dead link or anchor fails it
+	$(PY) -m mkdocs build --site-dir $(SITE)
 
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -41,6 +41,13 @@ def test_the_workflows_matrix_is_what_the_suite_takes():
     assert all(re.fullmatch(r"(newest|2\.\d+):3\.\d+", pair) for pair in pairs)
 
 
+def test_the_workflow_builds_the_site():
+    steps = [step["run"] for step in read(".github/workflows/ci.yml")["jobs"]["site"]["steps"] if "run" in step]
+    (mkdocs,) = re.findall(r'"(mkdocs[^"]*)"', PROJECT)
+    assert steps[:2] == [f"pip install '{mkdocs}' mike", "mkdocs build"]
+    assert read("mkdocs.yml")["strict"] is True
+
+
 @pytest.mark.parametrize("form", ["bug", "idea"])
 def test_issue_forms_are_whole(form: str):
     found = read(f".github/ISSUE_TEMPLATE/{form}.yml")

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,49 @@ def test_the_dockerfile():
     assert (ROOT / copied).is_file()
 
 
+def run_layer(folder: Path, pip_options: str, changes: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the image's layer of pip, with the wheels of a folder, in this environment."""
+    (layer,) = (line for line in dockerfile() if "pip install" in line)
+    commands = layer.partition("target=/wheels ")[2]
+    given = {
+        "/tmp/torch.txt": f"{folder}/torch.txt",
+        "/wheels": f"{folder}/wheels",
+        "${PIP_OPTIONS}": pip_options,
+        "${EXTRAS}": "s3",
+        **changes,
+    }
+    for there, here in given.items():
+        assert there in commands
+        commands = commands.replace(there, here)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    env |= {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{env['PATH']}",
+        "PIP_CONFIG_FILE": os.devnull,
+    }  # not this machine's
+    return subprocess.run(["sh", "-c", commands], capture_output=True, text=True, cwd=folder, env=env, check=False)
+
+
+def write_wheel(folder: Path, name: str, version: str, *requires: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
+        info, needs_ = f"{name}-{version}.dist-info", "".join(f"Requires-Dist: {each}\n" for each in requires)
+        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs_}")
+        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        file.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("requires", "code"), [("torch>=2.8", 0), ("torch>=99", 1)])
+def test_the_image_keeps_its_torch(tmp_path, requires, code):
+    """Also where pip could have a newer one. Nothing is installed: this is the environment of the tests."""
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    write_wheel(wheels, "torch", "99.0")
+    write_wheel(wheels, "wanting", "1.0", requires)
+    done = run_layer(tmp_path, "--no-index --dry-run", {'"elastic_ext[s3]" torchdata': "wanting"})
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "torch-99" not in done.stdout
+
+
 @pytest.mark.full
 def test_the_wheel_alone_works_on_read_only_root(tmp_path):
     """The dependencies are there, as in an image that has them; no index is asked."""
@@ -123,11 +167,9 @@ def test_the_wheel_alone_works_on_read_only_root(tmp_path):
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT], check=True, cwd=tmp_path)
     (wheel,) = wheels.iterdir()
     assert wheel.stat().st_size < 1 << 20, "more than a ConfigMap holds"
-    (layer,) = (line for line in dockerfile() if "pip install" in line)
-    words = shlex.split(layer.partition("python -m ")[2].replace("${PIP_OPTIONS}", "--no-index").replace("${EXTRAS}", "web"))
-    words = [word.replace("/wheels", str(wheels)) for word in words]
     site = tmp_path / "site"
-    subprocess.run([sys.executable, "-m", *words, "--no-deps", "--target", site], check=True, capture_output=True, cwd=tmp_path)
+    done = run_layer(tmp_path, f"--no-index --no-deps --target={site}", {" torchdata": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
     script = tmp_path / "job.py"
     script.write_text("import elastic_ext; print('in', elastic_ext.__file__)")
     # As the user of the tests: another one may not reach the Python of this machine.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
 import pytest
 import yaml
 
+import elastic_ext
+from elastic_ext.base import settings
+from tests import prose
 from tests.jobs import ROOT
 
 GITHUB = ROOT / ".github"
@@ -68,3 +72,24 @@ def test_the_citation_is_of_this_version():
     cited = read("CITATION.cff")
     assert (cited["version"], cited["license"]) == (project("version"), project("license"))
     assert (cited["title"], cited["abstract"]) == (project("name"), project("description"))
+    assert project("version") == elastic_ext.__version__
+
+
+def newest_changes() -> str:
+    return (GITHUB / "CHANGELOG.md").read_text().split("\n## ")[1]
+
+
+def test_the_changelog_begins_with_this_version():
+    version, _, dated, *_ = newest_changes().splitlines()
+    assert version == elastic_ext.__version__
+    assert re.match(r"Released on \d{4}-\d\d-\d\d\.|Not yet released\.", dated)
+    assert prose.measure(newest_changes()).longest == ()
+
+
+def test_upgrade_notes_name_each_gone_setting():
+    notes = newest_changes().partition("Upgrade notes")[2].partition("\n\nRemoved:")[0]
+    rows = dict(re.findall(r"(?m)^\| setting `(\w+)`.* \| (.*) \|$", notes))
+    assert rows
+    assert settings.GONE.keys() - rows.keys() == set()
+    known = {each.name for each in dataclasses.fields(settings.Settings)}
+    assert rows.keys() & known == set()

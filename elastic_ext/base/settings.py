@@ -230,8 +230,8 @@ def _parsed(key: str, value: object, origin: str) -> object:
     if key not in _TYPES:
         if key[:1] in ("'", '"'):
             raise UsageError(f"{origin} has quotes around {literal(key, MAX_CHARACTERS)}: they are for a shell, leave them out")
-        if key in _GONE:
-            raise UsageError(f"setting {key!r} in {origin} is gone: {_GONE[key]}")
+        if key in GONE:
+            raise UsageError(f"setting {key!r} in {origin} is gone: {GONE[key]}")
         near = difflib.get_close_matches(key, [*_TYPES, *TORCH_KEYS], n=1, cutoff=0.0)
         raise UsageError(f"unknown setting {key!r} in {origin}: did you mean {near[0]!r}?")
     shown = "***" if _TYPES[key].secret else literal(value, MAX_CHARACTERS)
@@ -381,7 +381,7 @@ class Settings:
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL for workers that are stopped because another one failed
 
 # What to do instead of a setting that is gone.
-_GONE = {
+GONE = {
     "bootstrap": "to run a script without the bootstrap, give torchrun `--no-python python SCRIPT`",
     "etcd_data_dir": "set ledger_file to a file in that directory",
     "metrics": "set metrics_port=off",

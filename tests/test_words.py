@@ -26,7 +26,10 @@ NAMES = {
     "untold": "unreported",
 }
 FILE_NAMES = {**NAMES, "early": "what it does before the rest"}
-ALLOWED_FILE_NAMES = {"errors": "each of these subpackages has its own family of errors"}
+ALLOWED_FILE_NAMES = {
+    "errors": "each of these subpackages has its own family of errors",
+    **dict.fromkeys(("rows", "watch"), "each feature's folder has the same parts"),
+}
 
 PACKAGE = ROOT / "elastic_ext"
 FOR_PEOPLE = (".py", ".md", ".sbatch", ".yaml", ".yml", ".sh", ".html")

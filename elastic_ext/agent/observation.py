@@ -145,8 +145,9 @@ class JobView:
     def _report(self, last: bool) -> bool:
         """Return whether it was written."""
         report = self._node.now(time.monotonic()).report
+        shown = report if report.node_rank == 0 else replace(report, rounds=(), gauges=())
         try:
-            self._handler.show(job_status.encode_report(report), last)
+            self._handler.show(job_status.encode_report(shown), last)
         except (errors.ElasticExtError, OSError) as error:
             logger.debug("status: this node's report was not written: %s", error)
             return False
@@ -274,10 +275,10 @@ class OwnNode:
         with self._lock:
             self._history.explain(self._handler.part.round, why)
 
-    def found(self, feature: str, told: Callable[[NodeReport], NodeReport], news: bool) -> None:
+    def found(self, feature: str, fill: Callable[[NodeReport], NodeReport], news: bool) -> None:
         """Note how a feature fills this node's reports from now on. news: report it soon. Any thread may call this."""
         with self._lock:
-            self._found[feature] = told
+            self._found[feature] = fill
         if news:
             self.on_state()
 
@@ -296,8 +297,8 @@ class OwnNode:
                 self._last = now, report
             spans = self._history.spans(now)
             report = replace(report, rounds=spans, gauges=gauges)
-            for told in self._found.values():
-                report = told(report)
+            for fill in self._found.values():
+                report = fill(report)
             return Own(self._handler.node.id, report, spent, self._points.ages(now), self.place.nodes, self.place.world)
 
 

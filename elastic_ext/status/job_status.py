@@ -86,8 +86,7 @@ class NodeReport:
 
 
 def encode_report(report: NodeReport) -> str:
-    """Return a report as JSON, without the fields that say nothing. What is of the whole job, the node of rank 0 reports."""
-    report = report if report.node_rank == 0 else replace(report, rounds=(), stragglers=(), gauges=())
+    """Return a report as JSON, without the fields that say nothing."""
     known = {name: value for name, value in records.plain(report).items() if value not in (None, [])}
     return json.dumps({"schema": REPORT_SCHEMA, **known}, separators=(",", ":"))
 

@@ -12,6 +12,7 @@ from itertools import chain
 import pytest
 import yaml
 
+from elastic_ext.features.table import FEATURES
 from elastic_ext.telemetry import families
 from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, Job
@@ -58,7 +59,7 @@ def is_of(metric: str, family: str) -> bool:
 
 
 def test_rules_and_dashboard_use_existing_metrics():
-    tables = [table for table in vars(families).values() if isinstance(table, dict)]
+    tables = [table for table in vars(families).values() if isinstance(table, dict)] + [row.metrics for row in FEATURES]
     built = {name for table in tables for name, family in table.items() if isinstance(family, families.Family)}
     made_of = recordings()
     exprs = [*made_of.values(), *(rule["expr"] for rule in rules("alert_rules.yml")), *chain(*queries().values())]

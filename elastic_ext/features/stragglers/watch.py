@@ -31,6 +31,7 @@ from elastic_ext.features.stragglers.rows import Straggler
 from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import Answer
+from elastic_ext.status.job_status import NodeReport
 from elastic_ext.workers import worker_env
 
 logger = logging.getLogger(__name__)
@@ -311,7 +312,11 @@ class ShownStragglers:
             lateness_largest_ratio={(): largest} if largest is not None else {},
         )
         found = tuple(late.values())
-        self._observation.node.found("stragglers", lambda report: replace(report, stragglers=found), list(before) != list(late))
+
+        def fill(report: NodeReport) -> NodeReport:
+            return replace(report, stragglers=found) if report.node_rank == 0 else report  # another node may have that rank now
+
+        self._observation.node.found("stragglers", fill, list(before) != list(late))
 
     def _report(self, which: Straggler, text: str, late: bool) -> None:
         logger.warning("elastic_ext: %s", shown(text))

@@ -56,6 +56,12 @@ class Alone:
         self.state.mkdir()
         (self.state / "code.0.n3").write_text("0\n")  # the agent of n3 has ended before
 
+    def in_task(self, task: str) -> None:
+        """Of an array: its state is below that of the array."""
+        own = self.state / task
+        own.mkdir()
+        self.state = (self.state / "code.0.n3").rename(own / "code.0.n3").parent
+
     def run(
         self, agent: str, lost: bool, probe: str = UNREACHABLE, answers: dict[str, list[str]] | None = None, **variables: str
     ) -> Ran:
@@ -67,7 +73,7 @@ class Alone:
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NUM_NODES": "3",
             "SLURMD_NODENAME": "n1",
-            "STATE": str(self.state),
+            "STATE": str(self.folder / "state"),
             "PATIENCE": str(LIMIT_S),
             "lost": "yes" if lost else "",
             **variables,
@@ -275,6 +281,7 @@ def test_it_expedites_where_slurm_allows_it(tmp_path: Path, usage: str, paramete
 
 def test_a_task_of_an_array_names_itself(alone: Alone) -> None:
     """SLURM_JOB_ID of the last task is the array's: a requeue of that would be one of all tasks."""
+    alone.in_task("3")
     (alone.state / "code.0.n3").write_text("69\n")
     ran = alone.run("exit 75", lost=True, SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="3")
     assert "scontrol requeue 7_3" in ran.calls
@@ -285,6 +292,7 @@ def test_a_task_of_an_array_names_itself(alone: Alone) -> None:
 def test_tasks_of_an_array_share_no_checkpoints(alone: Alone, chain: str, places: str) -> None:
     """Unless they are one training, in a row. CHECKPOINT_DIR is for scripts, ELASTIC_EXT_CHECKPOINT_DIR for the agents."""
     task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "CHECKPOINT_DIR": "saves", "CHAIN": chain}
+    alone.in_task("3")
     ran = alone.run('echo "in $CHECKPOINT_DIR $ELASTIC_EXT_CHECKPOINT_DIR $STATE"', lost=False, **task)
     saves, state = places.split()
     assert f"in {saves} {saves} {alone.folder}/{state}\n" in ran.out

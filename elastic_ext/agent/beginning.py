@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from elastic_ext.agent.companion import Companion
 from elastic_ext.base.contracts import Resumption
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.workers.progress import Progress
+
+logger = logging.getLogger(__name__)
 
 
 class RoundBeginning(Companion):
@@ -29,8 +32,10 @@ class RoundBeginning(Companion):
         """Return those that differ for one rank: the path of its own file, if each rank wrote one."""
         return {}
 
-    def log(self) -> None:
-        """Log what the round resumes from."""
+    def log(self, level: int) -> None:
+        """Log what the round resumes from, at this level of `logging`."""
+        if level > logging.INFO:  # it was said at the start
+            logger.log(level, "starting from nothing: no checkpoint_dir is set")
 
     def release(self) -> None:
         """Let the copier prune the checkpoint. A second call does nothing."""

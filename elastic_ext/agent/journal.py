@@ -42,6 +42,7 @@ class _Reported:
 
     members: tuple[int, int] | None = None  # nodes and workers of the last round
     saved_step: int | None = None  # of this round
+    again: bool = False  # whether this agent tells the console what comes of a restart
 
 
 class Journal(companion.Companion):
@@ -109,7 +110,9 @@ class Journal(companion.Companion):
 
     def joined(self, group: WorkerGroup, resumed: beginning.RoundBeginning) -> None:
         """Report a new round and of what it resumes from, also in the log."""
-        resumed.log()
+        # Who has seen a failure looks for what came of it: one line for a job is a warning, as the failure is.
+        self._reported.again = group.group_rank == 0 and self._reported.members is not None
+        resumed.log(logging.WARNING if self._reported.again else logging.INFO)
         if resumed.checkpoint.lost:
             self._metrics.copies_lost()
         cause, self._trace.cause = self._trace.cause, None
@@ -259,6 +262,8 @@ class Journal(companion.Companion):
                 seconds=recovery.end - recovery.begin,
                 phases=recovery.seconds(),
             )
+            if self._reported.again:
+                logger.warning("training again after %.2f s", recovery.end - recovery.begin)
 
 
 def shown_settings(settings: Settings) -> dict[str, str]:

@@ -29,7 +29,7 @@ from elastic_ext.base.errors import (
     NodeUnfit,
     StorageAway,
 )
-from elastic_ext.base.printable import Block, cut, printable, shown, shown_lines
+from elastic_ext.base.printable import Block, counted, cut, printable, shown, shown_lines
 from elastic_ext.base.settings import Settings
 from elastic_ext.base.torch_private import received
 from elastic_ext.events.event_table import SeenFailure
@@ -270,7 +270,7 @@ def failure_text(cause: FailedWorker, others: Sequence[FailedWorker], verdict: J
     lines = [_line(decision)]
     evidence = cause.diagnosis.evidence
     if evidence.step is not None:
-        lines.append(f"  last step of rank {evidence.rank} since it started: {evidence.step}, on {evidence.node}")
+        lines.append(f"  rank {evidence.rank} on {evidence.node} had made {counted(evidence.step, 'step')} since its start")
     if verdict.node not in ("", node):
         lines.append(f"  the cause was on {verdict.host}; on this node: {cause.diagnosis.reason}")
     if others:

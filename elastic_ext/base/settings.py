@@ -319,7 +319,7 @@ class Settings:
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     memory_every: int | None = _setting(None, STEPS,
         "steps from one copy in memory by `Checkpointer.snapshot` to the next; 0: no copies; default: as often as possible while "
-        "the copies hold up training for less than 1 % of the time, and ever more rarely while nothing fails, down to 0.1 %")
+        "the copies hold up training for less than 1 % of the time, and ever more rarely while nothing fails, down to 0.03 %")
     memory_limit: int | None = _setting(None, BYTES,
         "the most memory for these copies on a node, e.g. `64G`, two for each worker; with several nodes, half of it is for "
         "another node's copies; default: a quarter of the memory that is free when a round starts")

@@ -40,7 +40,7 @@ def test_one_node_logs_all_others_one_line():
     decision = replace(SPENT, action=Action.RESTART, exit_code=None, rule="killed", delay_s=2.0)
     line, *more = text_on("n2-17-a3b2c1", decision).splitlines()
     assert line == f"elastic_ext: restart: {decision.reason} (kind unknown, rule killed); in 2.0 s"
-    assert any("last step of rank 1" in each for each in more)
+    assert any("rank 1 on " in each and " since its start" in each for each in more)
     assert any("also ended: " in each for each in more)
     assert any("Traceback: all of it" in each for each in more)
     line = f"elastic_ext: restart: on n2: {decision.reason} (kind unknown, rule killed); in 2.0 s"

@@ -136,12 +136,12 @@ class ResumePoint(RoundBeginning):
             logger.warning("%s has no file of rank %s: ELASTIC_EXT_RESUME_FROM of this rank keeps the *", path, rank)
         return self.checkpoint.variables_of(rank)
 
-    def log(self) -> None:
+    def log(self, level: int) -> None:
         checkpoint = self.checkpoint
         if checkpoint.path:
-            logger.info("resuming from %s, step %s (%s)", checkpoint.path, checkpoint.step, checkpoint.reason)
+            logger.log(level, "resuming from %s, step %s (%s)", checkpoint.path, checkpoint.step, checkpoint.reason)
         else:
-            logger.info("starting from nothing: %s", checkpoint.reason)
+            logger.log(level, "starting from nothing: %s", checkpoint.reason)
 
     def check(self, workers: companion.LocalWorkers) -> None:
         # Loading is collective: once one worker has made a step, all have loaded.

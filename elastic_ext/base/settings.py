@@ -336,7 +336,7 @@ class Settings:
     metrics_port: int | None = _setting(9401, PORT_OR_OFF, "port of the metrics endpoint; 0: any free port; `off`: serve none")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(None, SECONDS,
-        "time between SIGTERM and SIGKILL that the platform grants the agent; --shutdown-timeout must be shorter; Kubernetes "
+        "time between SIGTERM and SIGKILL that the platform grants the agent, at least --shutdown-timeout (30 s); Kubernetes "
         "or Slurm can shorten it, or provide it if it is not set")
     preload_exclude: tuple[str, ...] | None = _setting(None, MODULES,
         "modules that warm standbys do not import, with their submodules")

@@ -626,7 +626,7 @@ TIER_3 = (
                            "RecursionError PanicException PicklingError"),
          packages=_LIBRARY_PACKAGES,
          messages=tuple(f"returned non-zero exit status {code}." for code in (2, 126, 127)), of=_names("CalledProcessError")),
-    _program(BUG_MAYBE, CODE, CONFIRM, "no text in it is known, and Python's own class points to a bug", "",
+    _program(BUG_MAYBE, CODE, CONFIRM, "its message is unknown; an exception of Python's own class is usually a bug", "",
          exceptions=_names("RuntimeError Exception")),
 )  # fmt: skip
 

@@ -185,11 +185,11 @@ def _phrase(key: str, by_text: Mapping[str, Sequence[str]], at: str) -> str:
 
 
 def _phrase_of_arguments(key: str, texts: Sequence[str], others: Sequence[str], at: str) -> str:
-    """arguments (--lr, 2) are others on n6. others: the places where they are not as in the first text."""
+    """arguments (--lr, 2) differ on n6. others: the places where they are not as in the first text."""
     common = set(texts[0].split()).intersection(*(text.split() for text in texts[1:]))
     differing = [each for text in texts for each in text.split() if "#" in each and each not in common]
     names = list(dict.fromkeys(each.partition("#")[0] for each in differing)) or ["their order"]
-    return f"{key} ({_named(names)}) are others {at}{_named(others)}"
+    return f"{key} ({_named(names)}) differ {at}{_named(others)}"
 
 
 def _named(names: Sequence[str]) -> str:

@@ -87,12 +87,12 @@ def test_other_differences_are_only_logged() -> None:
     ("first", "second", "noted"),
     [
         ("--lr=1 --x", "--lr=1 --x", ""),
-        ("--lr=1", "--lr=2", "arguments (--lr) are others on b"),
-        ("--lr 1 a", "--lr 2 b", "arguments (--lr, 3) are others on b"),
-        ("--x --y", "--y --x", "arguments (their order) are others on b"),
-        ("-pHUSH", "-pOTHER", "arguments (-p) are others on b"),
-        ("HUSH=", "", "arguments (1) are others on b"),
-        ("--token=HUSH " + "x " * 20, "--token=OTHER " + "y", "arguments (--token, 2, 3 and 14 more) are others on b"),
+        ("--lr=1", "--lr=2", "arguments (--lr) differ on b"),
+        ("--lr 1 a", "--lr 2 b", "arguments (--lr, 3) differ on b"),
+        ("--x --y", "--y --x", "arguments (their order) differ on b"),
+        ("-pHUSH", "-pOTHER", "arguments (-p) differ on b"),
+        ("HUSH=", "", "arguments (1) differ on b"),
+        ("--token=HUSH " + "x " * 20, "--token=OTHER " + "y", "arguments (--token, 2, 3 and 14 more) differ on b"),
     ],
 )
 def test_other_arguments_are_named_without_values(first: str, second: str, noted: str) -> None:

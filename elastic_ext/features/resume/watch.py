@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
@@ -25,7 +26,7 @@ from elastic_ext.checkpoints.agreement.quarantine import quarantine, quarantine_
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.storage import LocalStorage, open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.workers.limits import memory_left
@@ -246,6 +247,10 @@ class Resuming(Feature):
     def check(settings: Settings) -> None:
         if settings.checkpoint_dir is None:
             return
+        storage = open_storage(settings.checkpoint_dir)
+        if isinstance(storage, LocalStorage):  # torch.save makes none. Not the one above: perhaps its file system is not mounted
+            with suppress(OSError):
+                os.mkdir(storage.address)
         try:
             listing.newest_complete(settings.checkpoint_dir, listing.Wanted(pattern=settings.checkpoint_pattern))
         except OSError as error:  # the storage does not answer yet; it must by the first round

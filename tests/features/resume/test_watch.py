@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.formats.candidates import directory_name
 from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Action, Decision
-from elastic_ext.features.resume.watch import MemoryCopies, ResumePoint, agree
+from elastic_ext.features.resume.watch import MemoryCopies, ResumePoint, Resuming, agree
 from elastic_ext.workers.progress import Progress
 from elastic_ext.workers.standby.import_checks import PER_WORKER
 from tests.checkpoints.choice.scenes import resumed
@@ -183,3 +183,11 @@ def test_the_newest_steps_of_both_tiers(tmp_path, run_dir):
     assert resumed.newest_steps([worker(1, 12), worker(2, 9)]) == (8, 12)
     copies.refuse()
     assert resumed.newest_steps([]) == (None, 5)
+
+
+def test_the_job_makes_its_checkpoint_dir(tmp_path):
+    """torch.save makes none. What is above it may be a file system that is not mounted."""
+    Resuming.check(Settings(checkpoint_dir=str(tmp_path / "saves")))
+    Resuming.check(Settings(checkpoint_dir=str(tmp_path / "saves")))
+    Resuming.check(Settings(checkpoint_dir=str(tmp_path / "mount" / "saves")))
+    assert [each.name for each in tmp_path.iterdir()] == ["saves"]

@@ -118,7 +118,8 @@ def _of_training(now: JobNow) -> str:
     if now.training < now.members:
         silent = f"; {now.silent} silent" if now.silent else ""
         return f"{now.training} of {now.members} nodes train{silent}"
-    leaving = [host_of(each.node) for each in now.header.drains]
+    # The request stays for a while after its node has left.
+    leaving = [name for each in now.header.drains if (name := host_of(each.node)) in now.here]
     leaves = f"; {_name(leaving[0])} will leave" if len(leaving) == 1 else f"; {len(leaving)} will leave" if leaving else ""
     return (f"{_all(now.members)} train" if now.members > 1 else f"{_who(now.here)} trains") + leaves
 

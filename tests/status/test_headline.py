@@ -109,6 +109,7 @@ CASES = (
         JobNow("running", with_drain(RUNS, False), here=("n0", "n1"), members=2, training=2),
         "both nodes train; n1 will leave",
     ),
+    (JobNow("running", with_drain(RUNS, True), here=("n0",), members=1, training=1), "n0 trains"),
     (recovers(with_drain(BROKEN, True)), "node n1 was drained; n0 waits for another"),
     (recovers(with_drain(FEWER, True)), "node n1 was drained; the others regroup"),
     (

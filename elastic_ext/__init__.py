@@ -27,6 +27,7 @@ _LAZY = {
     "report_total_steps": "elastic_ext.training",
     "resume_from": "elastic_ext.training",
     "resume_step": "elastic_ext.training",
+    "save_dir": "elastic_ext.training",
     "save_requested": "elastic_ext.training",
 }
 _MODULES = {"errors": "elastic_ext.errors"}  # used without an import of their own

@@ -7,6 +7,7 @@ The variables, version 1: some may be added, but never change their meaning. Wit
 
     ELASTIC_EXT_CHECKPOINT_DIR   the setting checkpoint_dir: a URL or an absolute path, also where the user gave a relative one
     ELASTIC_EXT_LOCAL_DIR        the setting local_dir, likewise; "" for none
+    ELASTIC_EXT_SAVE_DIR         the one of these two in which a script that saves in its own way should save in this round
     ELASTIC_EXT_RESUME_FROM      absolute path or URL of the checkpoint to resume from, or of the file in it that this rank wrote;
                                  "": begin from nothing
     ELASTIC_EXT_RESUME_STEP      its step, a decimal number; absent if neither its content nor its name gives one
@@ -26,6 +27,7 @@ from typing import Protocol
 
 CHECKPOINT_DIR = "ELASTIC_EXT_CHECKPOINT_DIR"
 LOCAL_DIR = "ELASTIC_EXT_LOCAL_DIR"
+SAVE_DIR = "ELASTIC_EXT_SAVE_DIR"
 RESUME_FROM = "ELASTIC_EXT_RESUME_FROM"
 RESUME_STEP = "ELASTIC_EXT_RESUME_STEP"
 MEMORY_DIR = "ELASTIC_EXT_MEMORY_DIR"

@@ -23,7 +23,7 @@ import os
 import sys
 import time
 
-from elastic_ext.base import contracts, round_store
+from elastic_ext.base import contracts, errors, round_store
 from elastic_ext.training.progress import Worker, this_worker
 from elastic_ext.workers import progress_layout
 
@@ -137,6 +137,20 @@ class _StepBoundaries:
 
 
 _boundaries_of = functools.cache(_StepBoundaries)
+
+
+def save_dir(otherwise: str = "") -> str:
+    """Return the directory in which this script should save: `local_dir` where the agent copies from there, else `checkpoint_dir`.
+
+    otherwise: the directory without an agent, or where its job has no `checkpoint_dir`; "": this raises UsageError then.
+    """
+    found = os.environ.get(contracts.SAVE_DIR) or os.environ.get(contracts.CHECKPOINT_DIR) or otherwise
+    if not found:
+        raise errors.UsageError(
+            "save_dir() knows no directory, because no agent with a checkpoint_dir runs this script: set checkpoint_dir, or call "
+            'save_dir("DIRECTORY")'
+        )
+    return found
 
 
 def resume_from() -> str | None:

@@ -127,6 +127,7 @@ class ResumePoint(RoundBeginning):
         return {
             contracts.CHECKPOINT_DIR: self._settings.checkpoint_dir or "",
             contracts.LOCAL_DIR: self._settings.local_dir or "",
+            contracts.SAVE_DIR: self._settings.checkpoint_dir or "",
             **self.checkpoint.variables,
             **self._memory,
         }

@@ -314,8 +314,8 @@ class Settings:
         "if the same hosts come back")
     lease_ttl: int = _setting(10, WHOLE_SECONDS, "a node that is silent for this long counts as dead; 2 or more")
     local_dir: str | None = _setting(None, DIRECTORY,
-        "directory on a fast disk of each node; `elastic_ext.Checkpointer` saves there first, and the agent copies to "
-        "checkpoint_dir in the background")
+        "directory on a fast disk of each node, or in its memory; `elastic_ext.Checkpointer` saves there first, as do scripts "
+        "that save in `elastic_ext.save_dir()`; the agent copies to checkpoint_dir in the background")
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     memory_every: int | None = _setting(None, STEPS,
         "steps from one copy in memory by `Checkpointer.snapshot` to the next; 0: no copies; default: as often as possible while "

@@ -140,7 +140,7 @@ _boundaries_of = functools.cache(_StepBoundaries)
 
 
 def save_dir(otherwise: str = "") -> str:
-    """Return the directory in which this script should save: `local_dir` where the agent copies from there, else `checkpoint_dir`.
+    """Return where this script should save in this round: `local_dir` if the agent copies from there, else `checkpoint_dir`.
 
     otherwise: the directory without an agent, or where its job has no `checkpoint_dir`; "": this raises UsageError then.
     """

@@ -36,6 +36,7 @@ from elastic_ext.checkpoints.choice.decisions import Choice, Resume
 from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import Inspection, order_of, order_or_oldest
+from elastic_ext.checkpoints.record.stored import known_saves
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
@@ -182,12 +183,13 @@ class _NodeSide:
 
         Raises as `agree` does, and OSError if the storage does not answer and must be waited for.
         """
-        if not any(each.offers or each.memory for each in received):
+        saved = self._from_script()
+        if saved is None and not any(each.offers or each.memory for each in received):
             return self._remote.newest(None)
         away = self._remote.refresh()
         memory = messages.newest_whole(received, self._remote.quarantined.union(*(each.refused for each in received)))
         if away is None:
-            own = [_from_memory(memory), _from_local_dirs(received, self._remote.quarantined)]
+            own = [_from_memory(memory), _from_local_dirs(received, self._remote.quarantined), saved]
             found = [each for each in own if each is not None]
             agreement = self._remote.newest(reduce(newer, found) if found else None)
         else:
@@ -197,6 +199,21 @@ class _NodeSide:
                 self.lost = printable(reason)
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
         return agreement
+
+    def _from_script(self) -> Agreement | None:
+        """Return the newest that a script has saved in `local_dir` in its own way, if this is the only node."""
+        if self._local is None or self._place.nodes > 1:
+            return None
+        try:
+            if not known_saves(self._local) or tiers.own_checkpoints(self._local):
+                return None
+            verify = verifying.Mode(self._settings.verify)
+            choice = listing.newest_in(self._local, listing.Wanted(pattern=self._settings.checkpoint_pattern, verify=verify))
+        except (OSError, UsageError) as error:
+            logger.warning("not resuming from local_dir %s: %s", self._settings.local_dir, error)
+            return None
+        _log_passed_over(choice)
+        return agreement_of(choice.resume, Tier.LOCAL) if choice.resume is not None else None
 
     def _without_storage(self, away: OSError, memory: messages.MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
@@ -371,9 +388,8 @@ class RemoteTier:
         return Agreement("", reason=reason, passed_over=bool(choice.passed_over or seen))
 
     def _agreement(self, resume: Resume) -> Agreement:
-        name = split_path(resume.path)[1]
-        tier = Tier.SHARED if self.storage.path(name) == resume.path else Tier.NAMED
-        return Agreement(name, resume.step, resume.reason[: messages.MAX_TEXT], tier, save_number=resume.save_number)
+        is_shared = self.storage.path(split_path(resume.path)[1]) == resume.path
+        return agreement_of(resume, Tier.SHARED if is_shared else Tier.NAMED)
 
     def _choose(self, verify: verifying.Mode) -> Choice:
         """Choose from the run's own progress first, then by resume_from."""
@@ -385,10 +401,20 @@ class RemoteTier:
         return own if own.resume is not None else listing.newest_in(self.storage, replace(wanted, resume_from=resume_from))
 
 
+def agreement_of(resume: Resume, tier: Tier) -> Agreement:
+    name, reason = split_path(resume.path)[1], resume.reason[: messages.MAX_TEXT]
+    return Agreement(name, resume.step, reason, tier, save_number=resume.save_number)
+
+
 def newer(one: Agreement, other: Agreement) -> Agreement:
-    """Return the newer one; the first if both are as new. What a script has saved itself has no generation: its step counts."""
+    """Return the newer one; the first if both are as new. What a script has saved itself has no generation.
+
+    Of two such saves the record says which was later, because both directories count the same rounds; else their steps count.
+    """
     if not other.name:
         return one
+    if one.save_number is not None and other.save_number is not None:
+        return other if other.save_number > one.save_number else one
     if order_of(other.name) is None:
         return other if other.step is not None and one.step is not None and other.step > one.step else one
     return other if order_or_oldest(other.name) > order_or_oldest(one.name) else one

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.choice.decisions import Resume
 from elastic_ext.checkpoints.directory import catalogue, own_files, tiers
 from elastic_ext.checkpoints.formats import candidates, detect
 from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
+from elastic_ext.checkpoints.record.stored import known_saves
 from elastic_ext.checkpoints.storage import Storage, open_parent, open_storage, split_path
 
 logger = logging.getLogger(__name__)
@@ -36,8 +38,11 @@ def quarantine(settings: Settings, resumed_from: str, newest: bool, reason: str)
     if not resumed_from:
         return None
     storage, name = open_parent(resumed_from)
-    if not _another(open_storage(settings.checkpoint_dir), settings, name):
+    remote = open_storage(settings.checkpoint_dir)
+    if not _another(remote, settings, name):
         return None
+    if storage.address != remote.address and order_of(name) is None:
+        _quarantine_in(remote, name, reason)  # the copy of what a script has saved in local_dir
     return _quarantine_in(storage, name, reason)
 
 
@@ -64,6 +69,7 @@ def quarantine_newer(settings: Settings, than: int, resumed_from: str, reason: s
         known = {*found, *own_files.quarantined_names(remote)}
         local = tiers.own_checkpoints(open_storage(settings.local_dir))
         found |= {name: None for name in local if order_or_oldest(name)[1] > than and name not in known}
+        _quarantine_local(settings, than, resumed_from, reason)
     return [_mark(remote, name, reason, written_at, not resumed_from) for name, written_at in found.items()]
 
 
@@ -78,9 +84,24 @@ def _newer_in(remote: Storage, settings: Settings, than: int, resumed_from: str)
                 yield each.name, None if is_ours else seen.written_at
 
 
-def _newest_besides(remote: Storage, settings: Settings, left_out: str) -> str:
-    found = listing.newest_in(remote, listing.Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
-    return split_path(found.path)[1] if found is not None else ""
+def _quarantine_local(settings: Settings, than: int, resumed_from: str, reason: str) -> None:
+    """Quarantine what a script has saved in `local_dir`; its copy, if there is one, is for the node that does so there."""
+    local = _script_saves(settings)
+    if local is None:
+        return
+    for name, written_at in _newer_in(local, settings, than, resumed_from):
+        if order_of(name) is None:
+            _mark(local, name, reason, written_at, not resumed_from)
+
+
+def _script_saves(settings: Settings) -> Storage | None:
+    """Return `local_dir`, if a script has saved there in its own way."""
+    local = open_storage(settings.local_dir) if settings.local_dir else None
+    return local if local is not None and known_saves(local) else None
+
+
+def _newest_besides(storage: Storage, settings: Settings, left_out: str) -> Resume | None:
+    return listing.newest_in(storage, listing.Wanted(pattern=settings.checkpoint_pattern, without=left_out)).resume
 
 
 def _another(remote: Storage, settings: Settings, name: str) -> bool:
@@ -92,12 +113,20 @@ def _another(remote: Storage, settings: Settings, name: str) -> bool:
         )
     if settings.resume_from or kept - {name} or _newest_besides(remote, settings, name):
         return True
+    local = _script_saves(settings)
+    if local is not None and _newest_besides(local, settings, name):
+        return True
     logger.warning("checkpoint %s is not quarantined: no other one may be used, so it is tried", remote.path(name))
     return False
 
 
 def _quarantine_newest(remote: Storage, settings: Settings, reason: str) -> str | None:
-    newest, on_its_way = _newest_besides(remote, settings, ""), False
+    found, on_its_way = _newest_besides(remote, settings, ""), False
+    local = _script_saves(settings)
+    of_script = _newest_besides(local, settings, "") if local is not None else None
+    if of_script is not None and (found is None or (of_script.save_number or 0) >= (found.save_number or 0)):
+        return quarantine(settings, of_script.path, False, reason)
+    newest = split_path(found.path)[1] if found is not None else ""
     if settings.local_dir:
         of_local = next(iter(tiers.own_checkpoints(open_storage(settings.local_dir))), "")
         if order_or_oldest(of_local) > order_or_oldest(newest):

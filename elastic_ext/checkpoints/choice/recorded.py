@@ -142,7 +142,8 @@ def _newest(
         if not reason:
             return _Usable(kind, entry, known, inspection, verdict)
         if inspection.format != UNKNOWN or inspection.distrusted:
-            mixed = inspection.complete and verdict.trust is Trust.TORN  # it was whole
+            arriving = verdict.save is not None and verdict.save.arriving
+            mixed = inspection.complete and verdict.trust is Trust.TORN and not arriving  # it was whole
             passed_over.append(PassedOver(entry.path, reason, inspection.distrusted or mixed))
     return None
 

@@ -16,10 +16,12 @@ from typing import Protocol
 from elastic_ext.base import contracts, errors, isolated, log_records, records, waits, wakeup
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.copying import replicate
-from elastic_ext.checkpoints.copying.replicate import FINISH, LOOK, TOKEN_ENV, UNFINISHED, CopyState, Pulse, decode, made_progress
+from elastic_ext.checkpoints.copying.replicate import FINISH, LOOK, TOKEN_ENV, UNFINISHED
+from elastic_ext.checkpoints.copying.reports import CopyState, Pulse, decode, made_progress
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.directory.own_files import MANIFEST
 from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
+from elastic_ext.checkpoints.record.stored import SAVES
 from elastic_ext.checkpoints.storage import open_storage
 
 logger = logging.getLogger(__name__)
@@ -300,7 +302,8 @@ class RestartedChild:
             sent = self.progress.heard(message, time.monotonic())
         if isinstance(message, CopyState):
             _log(message, before or CopyState(), self._target)
-            complete = before is not None and message.complete not in ("", before.complete)
+            names = (message.complete, message.arrived)
+            complete = before is not None and names != (before.complete, before.arrived) and any(names)
             self._metrics.copied(sent, message.lag_steps, message.lag_s, complete, bool(message.failures))
             if message.copy_s is not None:
                 self._metrics.copy_took(message.copy_s)
@@ -316,24 +319,25 @@ def _log(report: CopyState, before: CopyState, target: str) -> None:
         logger.warning("copying checkpoints to %s failed: %s; trying again", target, reason)
     elif before.failures >= ALARM_AFTER and not failures:
         logger.warning("checkpoints are copied to %s again", target)
-    if report.complete != before.complete:
-        logger.info("complete in %s: %s", target, report.complete)
+    for name, last in ((report.complete, before.complete), (report.arrived, before.arrived)):
+        if name != last:
+            logger.info("complete in %s: %s", target, name)
 
 
 class Copier:
     """Keeps the local tier copied from construction until close(). Only close() waits."""
 
     def __init__(
-        self, local_dir: str, checkpoint_dir: str, mb_s: float, token: str, metrics: CopyMetrics, stall_s: float
+        self, local_dir: str, checkpoint_dir: str, options: Sequence[str], token: str, metrics: CopyMetrics, stall_s: float
     ) -> None:
         """Start the process.
 
         Args:
-            mb_s: limit in megabytes per second; 0: no limit.
+            options: arguments of the process.
             token: the agent's token.
             stall_s: seconds that the process may go without progress.
         """
-        command = [*isolated.command(replicate.__name__), f"--mb-s={mb_s}"]
+        command = [*isolated.command(replicate.__name__), *options]
         environ = {
             **os.environ,
             TOKEN_ENV: token,
@@ -342,14 +346,15 @@ class Copier:
             contracts.CHECKPOINT_DIR: checkpoint_dir,
         }
         self._local, self._target = open_storage(local_dir), checkpoint_dir
-        self._saves = 0
+        self._saves: object = None
         self._abandoned: frozenset[str] = frozenset()
         self._child = RestartedChild(lambda: Child(command, environ), checkpoint_dir, metrics, stall_s)
 
     def update_saves(self, saves: int) -> None:
-        """Notify the process to look if this round's workers have reported another save. saves: how many so far."""
-        if saves != self._saves:
-            self._saves = saves
+        """Notify the process to look if there is another save. saves: how many this round's workers have reported so far."""
+        now = saves, _changed_at(self._local.path(SAVES))
+        if now != self._saves:
+            self._saves = now
             self._child.order(LOOK)
 
     def look_now(self) -> None:
@@ -394,7 +399,16 @@ class Copier:
         except OSError as error:
             logger.warning("local_dir %s cannot be listed: %s", self._local.address, error)
             names = list(last.waiting)
-        return tuple(name for name in names if order_or_oldest(name) > complete and name not in self._abandoned)
+        of_script = [name for name in last.waiting if order_of(name) is None]
+        return (*(name for name in names if order_or_oldest(name) > complete and name not in self._abandoned), *of_script)
+
+
+def _changed_at(path: str) -> int | None:
+    """Return when a directory got its last file, as a number that only changes; None: there is none."""
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return None
 
 
 def claim_local_dir(settings: Settings) -> None:
@@ -413,4 +427,5 @@ def start(settings: Settings, token: str, metrics: CopyMetrics) -> Copier | None
     """Start copying; return None without a local tier. token: the agent's token."""
     if settings.local_dir is None or settings.checkpoint_dir is None:
         return None
-    return Copier(settings.local_dir, settings.checkpoint_dir, settings.copy_mb_s, token, metrics, STALL_S)
+    options = [f"--mb-s={settings.copy_mb_s}", f"--pattern={settings.checkpoint_pattern}"]
+    return Copier(settings.local_dir, settings.checkpoint_dir, options, token, metrics, STALL_S)

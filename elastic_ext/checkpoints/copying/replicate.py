@@ -17,11 +17,14 @@ the remote directory:
 
 These are UTF-8 text without a version: if their meaning changes, their names must change.
 
-The wire protocol between the agent and this program, version SCHEMA:
+The saves of scripts in the local directory are copied by `script_saves`.
+
+The wire protocol between the agent and this program, version `reports.SCHEMA`:
 
 Environment, set by the agent: ELASTIC_EXT_LOCAL_DIR and ELASTIC_EXT_CHECKPOINT_DIR (`tiers`), as for workers; and TOKEN_ENV, the
 agent's token: when the agent is gone, the reaper ends the processes that carry it. These are not arguments, because every user of
-the machine can read arguments, and a URL may hold credentials. The bandwidth is an argument, `--mb-s N`.
+the machine can read arguments, and a URL may hold credentials. The bandwidth is an argument, `--mb-s N`, and so is the setting
+checkpoint_pattern, `--pattern P`.
 
 Standard input, one order per line:
     look        a checkpoint was saved, or may have been
@@ -49,64 +52,22 @@ import time
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ext.base import contracts, errors, log_records, records
+from elastic_ext.base import contracts, errors, log_records
+from elastic_ext.checkpoints.copying.reports import CopyState, Pulse, both, encode, made_progress
+from elastic_ext.checkpoints.copying.script_saves import ScriptSaves
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
 from elastic_ext.checkpoints.formats.candidates import directory_name, order_of
-from elastic_ext.checkpoints.storage import Storage, open_storage
+from elastic_ext.checkpoints.storage import LocalStorage, Storage, open_storage
 
 logger = logging.getLogger(__name__)
 
-SCHEMA = 1
+TARGET = f"{MARKERS}/copying"
+HEARTBEATS = f"{MARKERS}/copying_from"
 TOKEN_ENV = "ELASTIC_EXT_COPIER"
 LOOK, FINISH = "look", "finish"
 UNFINISHED = 3
-
-
-@dataclass(frozen=True)
-class CopyState:
-    """The state after a turn."""
-
-    sent: int = 0  # bytes sent in this turn
-    # Steps by which the newest remote checkpoint is behind the newest local one; None: no remote one yet.
-    lag_steps: int | None = 0
-    lag_s: float = 0.0  # seconds that the oldest checkpoint in `waiting` has waited
-    waiting: tuple[str, ...] = ()  # names of the local checkpoints that are newer than the newest complete remote one
-    complete: str = ""  # name of the newest complete remote checkpoint; "": none
-    failures: int = 0  # failed turns in a row
-    reason: str = ""  # why the last one failed, for people
-    others: str = ""  # text that changes while other nodes send what is missing; it has no other meaning
-    # Seconds since this node began to copy the checkpoint that has become complete in this turn; None: none has.
-    copy_s: float | None = None
-
-
-@dataclass(frozen=True)
-class Pulse:
-    """Sign of life while one file takes long. pulse: bytes sent in this turn so far."""
-
-    pulse: int
-
-
-def made_progress(report: CopyState, before: CopyState) -> bool:
-    """Return whether there was progress since `before`, on this node or another. Pure."""
-    now, then = ((each.waiting, each.complete, each.others) for each in (report, before))
-    return bool(report.sent) or now != then
-
-
-def encode(message: CopyState | Pulse) -> str:
-    """Return the line without the newline."""
-    return records.encode(message, SCHEMA)
-
-
-def decode(line: bytes) -> CopyState | Pulse:
-    """Parse a line. Raises OtherSchema if another version wrote it, RecordError if it is not a message."""
-    fields = records.parse(line, "a line of the copier", SCHEMA)
-    return records.build(Pulse, fields, "a line") if "pulse" in fields else records.build(CopyState, fields, "a line")
-
-
-TARGET = f"{MARKERS}/copying"
-HEARTBEATS = f"{MARKERS}/copying_from"
 HEARTBEAT_S = 20.0
 
 
@@ -194,7 +155,7 @@ class Replicator:
     ) -> None:
         """pulse: called with the bytes of this turn so far, at intervals while a file takes long."""
         self._local, self._remote = local, remote
-        self._throttle = Throttle(bucket, remote, pulse)
+        self.throttle = Throttle(bucket, remote, pulse)
         self._others = ""  # CopyState.others
         self._target: str | None = None  # only on the leader; None: it has not looked yet
         self._progress_at = 0.0  # when the target last made progress
@@ -206,7 +167,7 @@ class Replicator:
 
     def turn(self) -> CopyState:
         """Copy, commit and prune. Does not raise: storage errors go into the report."""
-        self._throttle.begin_turn()
+        self.throttle.begin_turn()
         reason, newest_remote, copy_s = "", None, None
         pending: list[LocalCheckpoint] = []
         try:
@@ -283,7 +244,7 @@ class Replicator:
         if self._is_complete(name):
             return
         missing = len(self._missing(name, manifest))
-        nodes = sorted(entry.name for entry in self._remote.listed(HEARTBEATS) if entry.name != self._throttle.node)
+        nodes = sorted(entry.name for entry in self._remote.listed(HEARTBEATS) if entry.name != self.throttle.node)
         others = f"{missing} {[self._remote.read_if_there(f'{HEARTBEATS}/{node}') for node in nodes]}"
         if others != self._others:
             self._others, self._progress_at = others, time.monotonic()
@@ -295,10 +256,10 @@ class Replicator:
         name, leads = checkpoint.name, checkpoint.leads
         mine = {entry.name for entry in self._local.entries(name)}
         part = [file for file in checkpoint.manifest.files if file.name in mine and (leads or rank_of(file.name) is not None)]
-        self._throttle.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
+        self.throttle.node = str(min((rank for file in part if (rank := rank_of(file.name)) is not None), default=0))
         try:
             upkeep.copy_files(
-                self._local, self._remote, name, part, self._throttle.wait_to_send, lambda _: self._throttle.report_alive()
+                self._local, self._remote, name, part, self.throttle.wait_to_send, lambda _: self.throttle.report_alive()
             )
         except upkeep.CopyError as error:  # the other nodes must not wait for it
             own_files.quarantine(self._remote, name, f"{platform.node()} cannot copy its part: {error}", "replicate")
@@ -327,7 +288,7 @@ class Replicator:
         if pending:
             lag = max(0, pending[-1].manifest.step - newest_remote[1]) if newest_remote is not None else None
         return CopyState(
-            sent=self._throttle.sent,
+            sent=self.throttle.sent,
             lag_steps=lag,
             lag_s=max((now - since for since in self._seen_at.values()), default=0.0),
             waiting=names,
@@ -371,12 +332,27 @@ class _Orders:
             return ordered
 
 
-def run(replicator: Replicator, orders: _Orders, notify: Callable[[CopyState], None]) -> int:
+@dataclass(frozen=True)
+class Copies:
+    """All that this node copies. script: None, where a local directory is not one to save in for scripts."""
+
+    replicator: Replicator
+    script: ScriptSaves | None = None
+
+    def turn(self, finish: bool) -> CopyState:
+        """Do all that can be done now; `finish`: everything, because no worker runs any more."""
+        own = self.replicator.turn()
+        if self.script is None:
+            return own
+        return replace(both(own, self.script.turn(finish)), sent=self.replicator.throttle.sent)
+
+
+def run(copies: Copies, orders: _Orders, notify: Callable[[CopyState], None]) -> int:
     """Take turns until everything is copied after `finish`, or given up. Return the exit code."""
     pause, progress_at, last = FIRST_PAUSE_S, time.monotonic(), CopyState()
     while True:
         finish = orders.finish  # read before the turn, so that the turn sees what was saved before that order
-        report = replicator.turn()
+        report = copies.turn(finish)
         notify(report)
         if made_progress(report, last) or not finish:
             progress_at = time.monotonic()
@@ -400,6 +376,7 @@ def _send(message: CopyState | Pulse) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb-s", type=float, default=0.0, help="maximum megabytes to send per second; 0: no limit")
+    parser.add_argument("--pattern", default="", help="the setting checkpoint_pattern")
     args = parser.parse_args()
     if absent := [name for name in (contracts.LOCAL_DIR, contracts.CHECKPOINT_DIR) if not os.environ.get(name)]:
         parser.error(f"{' and '.join(absent)} must be set: the directories to copy from and to")
@@ -409,7 +386,10 @@ def main() -> int:
     threading.Thread(target=orders.read, name="orders", daemon=True).start()
     local, remote = (open_storage(os.environ[name]) for name in (contracts.LOCAL_DIR, contracts.CHECKPOINT_DIR))
     replicator = Replicator(local, remote, upkeep.TokenBucket(args.mb_s * 1e6), lambda sent: _send(Pulse(sent)))
-    return run(replicator, orders, _send)
+    script = (
+        ScriptSaves(local, remote, args.pattern, replicator.throttle.wait_to_send) if isinstance(local, LocalStorage) else None
+    )
+    return run(Copies(replicator, script), orders, _send)
 
 
 if __name__ == "__main__":

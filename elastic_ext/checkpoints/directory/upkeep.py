@@ -312,6 +312,11 @@ def copy_files(
     return sent
 
 
+def send(source: Storage, target: Storage, path: str, size: int, throttle: Throttle) -> None:
+    """Copy a file, whatever the target has there. throttle: see `copy`. Raises CopyError if its size is another one; OSError."""
+    _Copy(source, target, throttle).copy(path, size, None, "")
+
+
 def _checksums(
     source: Storage, target: Storage, name: str, found: Mapping[str, Entry], there: Mapping[str, int]
 ) -> Mapping[str, str]:

@@ -22,7 +22,7 @@ LEFT = "the script of rank {rank} has ended"
 ENDED = "what wrote it beside the training of rank {rank} has ended"
 NEXT = "the thread of rank {rank} that wrote it has begun the next save"
 REPORTED = "the script has reported it as complete"
-MOST_GONE = 64  # removed saves that are kept, because their proof may still come, and prove others
+MOST_GONE = 64  # removed saves that are kept, because their proof may still come, and prove others; and names of removed ones
 _DIGITS = re.compile(r"\d+")
 
 
@@ -193,6 +193,7 @@ class SaveFold(_Entries):
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[EntryRead] = []
+        self.removed: dict[SavePath, None] = {}  # entries that a worker was seen to remove or to move away; the last ones
         self.left: set[int] = set()  # journals whose script has ended without an exception
         self.left_in_handler: set[int] = set()  # the same, of those that a signal has ended: they may have had more to write
         # By the old place of an entry: the new one, count, host. It grows by one a save where each has a temporary name of its
@@ -215,6 +216,8 @@ class SaveFold(_Entries):
 
     def add(self, who: Who, event: JournalLine) -> None:
         """Take the next event."""
+        if event.kind in ("d", "m") and event.place == event.place.entry != event.to.entry:
+            self._takes_away(event.place)
         if event.kind in ("w", "p", "l"):
             save = self._write(who, event, event.place)
             save.unseen |= event.kind == "l"  # written to by another name, too
@@ -240,6 +243,12 @@ class SaveFold(_Entries):
                 del self._open[who]
         elif event.kind == "k":
             self._report(who, event.number)
+
+    def _takes_away(self, entry: SavePath) -> None:
+        self.removed.pop(entry, None)
+        self.removed[entry] = None
+        while len(self.removed) > MOST_GONE:
+            del self.removed[next(iter(self.removed))]
 
     def _settle(self, who: Who, why: str, event: JournalLine) -> None:
         for save, piece in self._unfinished(who):

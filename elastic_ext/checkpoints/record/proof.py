@@ -79,10 +79,14 @@ class RecordedSave:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """The saves of a round in their order, also the last ones that are gone; and what it has read."""
+    """The saves of a round in their order, also the last ones that are gone; what it has read; and what it has removed last.
+
+    removed: also what earlier rounds have saved. Something else may have that name since.
+    """
 
     saves: tuple[RecordedSave, ...] = ()
     reads: tuple[EntryRead, ...] = ()
+    removed: tuple[SavePath, ...] = ()
 
 
 def prove(
@@ -106,13 +110,21 @@ class RoundProof:
     all wait until each rank was heard of, since journals are read one after the other.
     """
 
-    def __init__(self, before: Mapping[str, int] = MappingProxyType({}), world: int = 0) -> None:
+    def __init__(
+        self,
+        before: Mapping[str, int] = MappingProxyType({}),
+        world: int = 0,
+        local: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """before: files of the last proved save of earlier rounds with as many ranks, by its name with "#" for digits.
+
+        local: the same in the second directory, `local_dir`.
 
         world: number of ranks. One that was not heard of has made no step; 0: only those that were heard of count.
         """
         self._fold = SaveFold()
-        self._judge = _Judge(self._fold, {f"0/{name}": count for name, count in before.items()})
+        known = {f"{at}/{name}": count for at, of in enumerate((before, local)) for name, count in of.items()}
+        self._judge = _Judge(self._fold, known)
         self._judge.steps = dict.fromkeys(range(world), 0)
         self._journals: dict[str, _Journal] = {}  # by name
         self._heard: set[int] = set()  # ranks of which a count is known
@@ -175,7 +187,7 @@ class RoundProof:
         saves = [self._seen_as(save) for save in self._fold.saves if save.pieces]  # others were taken back, or moved on
         self._seen = {each.order: each for each in saves}
         self._fold.forget(self._judge.proofs)
-        return RoundRecord(tuple(saves), tuple(self._fold.reads))
+        return RoundRecord(tuple(saves), tuple(self._fold.reads), tuple(self._fold.removed))
 
     def _seen_as(self, save: OpenSave) -> RecordedSave:
         proved, why = self._judge.of(save)

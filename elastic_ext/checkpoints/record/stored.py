@@ -61,7 +61,8 @@ class StoredSave:
     proved: it is whole. why: what proves it, or what is missing, for people. count: optimizer steps of that round when the save
     began. ranks: which wrote it. world: number of ranks. written: number of files that this save wrote, or was about to. kept:
     number of those that were there before, and that it has not written again. loads: names, with "#" for digits, of recorded
-    entries that the job's scripts were seen to read before their first step. usual: see `RecordedSave`.
+    entries that the job's scripts were seen to read before their first step. usual: see `RecordedSave`. arriving: it is being
+    copied to here, and not all of it is there. copied: it was saved in `local_dir`, and copied to here.
     """
 
     proved: bool
@@ -74,6 +75,8 @@ class StoredSave:
     files: tuple[RecordedFile, ...]
     loads: tuple[str, ...] = ()
     usual: records.Count = 0
+    arriving: bool = False
+    copied: bool = False
 
     @property
     def kinds(self) -> Counter[str]:
@@ -107,23 +110,40 @@ def known_saves(storage: Storage) -> dict[str, KnownSave]:
     except PermissionError as error:
         logger.warning("the record of saves cannot be read: %s", error)
         return found
-    for match in (_FILE.fullmatch(each.name) for each in listed):
-        if match is not None:
-            save = KnownSave(int(match[1]), int(match[2]), match[3])
+    for save in (known_save(each.name) for each in listed):
+        if save is not None:
             found[save.name] = max(save, found.get(save.name, save))
     return found
+
+
+def known_save(file: str) -> KnownSave | None:
+    """Return which save a file of this name records; None: none."""
+    match = _FILE.fullmatch(file)
+    return KnownSave(int(match[1]), int(match[2]), match[3]) if match is not None else None
+
+
+def newest_attempt(saves: Iterable[KnownSave]) -> int:
+    """Return the number of the last round that has recorded something; 0: none has."""
+    return max((each.attempt for each in saves), default=0)
 
 
 def read_save(storage: Storage, save: KnownSave) -> StoredSave | None:
     """Return what is recorded of a save; None if its file is gone, or another version wrote it. Raises OSError."""
     try:
         data = storage.read_if_there(save.file)
-        if data is None:
-            return None
-        return records.read(StoredSave, data, storage.path(save.file), SCHEMA)
-    except (records.RecordError, OSError) as error:
-        if isinstance(error, OSError) and is_away(error):
+    except OSError as error:
+        if is_away(error):
             raise
+        logger.warning("the record of a save says nothing: %s", error)
+        return None
+    return save_of(data, storage.path(save.file)) if data is not None else None
+
+
+def save_of(data: bytes, where: str) -> StoredSave | None:
+    """Return what the content of a file records; None if another version wrote it. where: for the log."""
+    try:
+        return records.read(StoredSave, data, where, SCHEMA)
+    except records.RecordError as error:
         logger.warning("the record of a save says nothing: %s", error)
         return None
 
@@ -139,6 +159,8 @@ class Trust(Enum):
 
 def trust(save: StoredSave, found: Mapping[str, Entry]) -> tuple[Trust, str]:
     """Return whether a record vouches for an entry, and why not, for people. found: see `files_at`. Pure."""
+    if save.arriving:
+        return Trust.TORN, save.why
     differs = {each.name: text for each in save.files if (text := _differs(each, found.get(each.name)))}
     if differs and len(differs) < len(save.files):
         name, text = next(iter(differs.items()))
@@ -316,11 +338,11 @@ def _unchanged(found: Mapping[str, Entry], before: StoredSave | None) -> set[str
 class AttemptRecord:
     """The record of one round, as it grows on the storage. One process writes it: the agent of group rank 0."""
 
-    def __init__(self, storage: Storage, world: int) -> None:
-        """world: number of ranks of the round. Raises OSError."""
+    def __init__(self, storage: Storage, world: int, least: int = 1) -> None:
+        """world: number of ranks of the round. least: the number of the round, at least. Raises OSError."""
         self._storage, self._world = storage, world
         self._known = known_saves(storage)
-        self._attempt = max((each.attempt for each in self._known.values()), default=0) + 1
+        self._attempt = max(least, newest_attempt(self._known.values()) + 1)
         self._earlier = frozenset(self._known)
         self._older: dict[str, StoredSave] = {}  # by name: of an entry that this round has recorded, the save before that
         there = {each.name for each in storage.listed()}  # NFS may not show yet what another host has saved in the last round
@@ -416,12 +438,13 @@ class AttemptRecord:
         self._loads = tuple(dict.fromkeys([*now, *self._loads]))[:MAX_LOADS]
         return self._loads
 
-    def forget(self, name: str) -> None:
-        """An entry has gone: remove its file. Raises OSError."""
+    def forget(self, name: str) -> bool:
+        """An entry has gone: remove its file. Return whether it was recorded. Raises OSError."""
         known = self._known.pop(name, None)
         self._older.pop(name, None)
         if known is not None:
             self._remove(known)
+        return known is not None
 
     def _remove(self, known: KnownSave) -> None:
         try:

@@ -24,9 +24,10 @@ from dataclasses import dataclass, field, replace
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace
 from elastic_ext.agent.feature import Feature, RoundParts
 from elastic_ext.base import errors, records, round_store, threads
-from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail
+from elastic_ext.checkpoints.copying import notes
+from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail, SavePath
 from elastic_ext.checkpoints.record.proof import RecordedSave, RoundProof
-from elastic_ext.checkpoints.record.stored import AttemptRecord
+from elastic_ext.checkpoints.record.stored import AttemptRecord, known_saves, newest_attempt
 from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll
 from elastic_ext.features.resume.watch import addresses
 from elastic_ext.workers.progress import Progress
@@ -40,6 +41,7 @@ LONGEST_S = 60.0  # before an entry is listed again of which a file is not there
 NODES_PER_S = 50.0  # that are asked for their steps, as long as these could prove something
 JOIN_S = ANSWER_S + 1.0
 SCHEMA = 1
+SHARED, LOCAL = 0, 1  # the numbers of `checkpoint_dir` and `local_dir` in the journals, as in the workers' messages
 
 NOT_RECORDED = "saves of this round are no longer recorded: %s"
 NOT_PROVED = "saves of this round are no longer proved, and checkpoints are found by their formats and names: %s"
@@ -72,9 +74,9 @@ class SavePost:
 class SaveWatch(Companion):
     """Records the saves of one round, on a thread of its own: a storage or store that hangs must not block the loop."""
 
-    def __init__(self, place: RoundPlace, storage: Storage, journals: Mapping[int, str]) -> None:
-        """journals: by local rank their paths, as in the workers' messages."""
-        self._place, self._storage = place, storage
+    def __init__(self, place: RoundPlace, storage: Storage, journals: Mapping[int, str], local: Storage | None = None) -> None:
+        """journals: by local rank their paths, as in the workers' messages. local: `local_dir`, if saves there are recorded."""
+        self._place, self._storages = place, [storage, *([local] if local is not None else [])]
         self._tails = {local_rank: JournalTail(path) for local_rank, path in journals.items()}
         self._fault = ""  # the first one of a journal or post
         self._over = threading.Event()
@@ -120,8 +122,10 @@ class SaveWatch(Companion):
                 self._warn(tail.fault)
         return [*posts, SavePost(self._place.node, asked, counts, broken, over=over)]
 
-    def _open_now(self) -> frozenset[str]:
-        return open_entries(self._local.running_pids().values(), self._storage.address)
+    def _open_now(self) -> frozenset[SavePath]:
+        pids = list(self._local.running_pids().values())
+        of = {at: open_entries(pids, storage.address) for at, storage in enumerate(self._storages)}
+        return frozenset(SavePath(at, name) for at, names in of.items() for name in names)
 
     @property
     def _local(self) -> LocalWorkers:
@@ -145,7 +149,7 @@ class SaveWatch(Companion):
                 asked = store.add(round_store.SAVES_ASKED, 0)
                 *parts, last = self._look(asked, over)
                 if asked > before.answers:
-                    last = replace(last, open=tuple(self._open_now()))
+                    last = replace(last, open=tuple(each.path for each in self._open_now()))
                 if parts or asked > before.answers or last.broken != before.broken or over:
                     for post in (*parts, last):
                         self._post(store, post)
@@ -166,8 +170,7 @@ class SaveWatch(Companion):
 
     def _record(self) -> None:
         posts = _Posts(self._place)
-        attempt = AttemptRecord(self._storage, self._place.world)
-        keeping = _Keeping(attempt, RoundProof(attempt.before, self._place.world))
+        keeping = _keeping(self._storages, self._place.world)
         over = False
         while not over:
             over = self._over.wait(LOOK_S)
@@ -245,11 +248,11 @@ class _Posts:
         self._read, self.asked, self._asked_at = 0, 0, -math.inf
         self._answers: dict[int, int] = {}  # by node: the last question that it has answered
         self._over: set[int] = set()
-        self.open: dict[int, frozenset[str]] = {}  # by node, at its last answer: entries of which a file is open for writing
+        self.open: dict[int, frozenset[SavePath]] = {}  # by node, at its last answer: entries of which a file is open for writing
         self.lost = ""  # why a post could not be read: then something is missing, of whichever node
 
     @property
-    def open_now(self) -> frozenset[str]:
+    def open_now(self) -> frozenset[SavePath]:
         return frozenset().union(*self.open.values())
 
     def ask(self, now: float, after_s: float = 0.0) -> None:
@@ -291,7 +294,8 @@ class _Posts:
                 self.lost = f"{key} is of node {post.node}, which is no other one of the round"
                 continue
             if post.answers > self._answers.get(post.node, 0):
-                self._answers[post.node], self.open[post.node] = post.answers, frozenset(post.open)
+                self._answers[post.node] = post.answers
+                self.open[post.node] = frozenset(SavePath(SHARED, name) for name in post.open)
             if post.over:
                 self._over.add(post.node)
             found.append(post)
@@ -300,33 +304,39 @@ class _Posts:
 
 @dataclass
 class _Keeping:
-    """Lists what is proved, and writes it once the list counts. `now` is monotonic seconds; infinity: it is the last time."""
+    """Lists what is proved, and writes it once the list counts. `now` is monotonic seconds; infinity: it is the last time.
 
-    attempt: AttemptRecord
+    attempts: the record in each directory. storages: these.
+    """
+
+    attempts: Sequence[AttemptRecord]
     proof: RoundProof
+    storages: Sequence[Storage]
     # By order: the save, its files, and the question that all nodes must have answered.
     _listed: dict[int, tuple[RecordedSave, Mapping[str, Entry], int]] = field(default_factory=dict)
-    _written: dict[str, RecordedSave] = field(default_factory=dict)  # by name of the entry
-    _due: dict[str, _Due] = field(default_factory=dict)  # by name of the entry
-    _refused: dict[str, str] = field(default_factory=dict)  # by name of the entry: why the storage has refused it last
+    _written: dict[SavePath, RecordedSave] = field(default_factory=dict)  # by entry
+    _due: dict[SavePath, _Due] = field(default_factory=dict)  # by entry
+    _refused: dict[SavePath, str] = field(default_factory=dict)  # by entry: why the storage has refused it last
 
     def list_proved(self, asked: int, now: float) -> bool:
         """List what was proved since. asked: the last question so far. Return whether a list waits."""
-        saves = [each for each in self.proof.record().saves if each.entry.at == 0]
+        record = self.proof.record()
+        saves = [each for each in record.saves if self._is_kept(each)]
         self._forget_gone(saves)
+        self._note_removed(record.removed)
         for save in saves:
-            name = save.entry.path
-            due = self._due.get(name, _Due())
+            entry = save.entry
+            due = self._due.get(entry, _Due())
             if save.proved and not save.gone and due.at <= now and not self._is_done(save) and save.order not in self._listed:
-                with self._tried(name):
-                    found = self.attempt.listed(save)
+                with self._tried(entry):
+                    found = self.attempts[entry.at].listed(save)
                     if found:
                         self._listed[save.order] = save, found, asked + 1
                     else:  # another host may not see all files yet
-                        self._due[name] = due.later(now)
+                        self._due[entry] = due.later(now)
         return bool(self._listed)
 
-    def write_listed(self, answered: int, now: float, open_now: Collection[str] = ()) -> None:
+    def write_listed(self, answered: int, now: float, open_now: Collection[SavePath] = ()) -> None:
         """Record what was listed, is still proved and has not changed since.
 
         answered: the last question that all nodes have. open_now: entries of which a file is open for writing.
@@ -335,52 +345,76 @@ class _Keeping:
         seen = {each.order: each for each in record.saves}
         for order, (save, found, question) in sorted(self._listed.items()):
             same = seen.get(order)
-            name = save.entry.path
-            if same is None or same.gone or not same.proved or same.changes != save.changes or self.proof.may_change(save.entry):
+            entry = save.entry
+            if same is None or same.gone or not same.proved or same.changes != save.changes or self.proof.may_change(entry):
                 del self._listed[order]
-            elif name in open_now:  # what it holds may not be in the file yet
-                self._due[name] = self._due.get(name, _Due()).later(now)
+            elif entry in open_now:  # what it holds may not be in the file yet
+                self._due[entry] = self._due.get(entry, _Due()).later(now)
                 del self._listed[order]
             elif answered >= question:
-                with self._tried(name):
-                    self.attempt.write(save, found, record.reads)
-                    self._written[name] = save
-                    self._due[name] = _Due(now + EVERY_S)
+                with self._tried(entry):
+                    self.attempts[entry.at].write(save, found, record.reads)
+                    self._written[entry] = save
+                    self._due[entry] = _Due(now + EVERY_S)
                     del self._listed[order]
 
     def write_unproved(self) -> None:
         """Record what is not proved at the end of the round, and was not recorded as proved before something was lost."""
         record = self.proof.record()
         for save in record.saves:
-            if not (save.proved or save.gone or save.entry.at or self._is_done(save)):
-                with self._tried(save.entry.path):
-                    self.attempt.write_unproved(save, record.reads)
+            if self._is_kept(save) and not (save.proved or save.gone or self._is_done(save)):
+                with self._tried(save.entry):
+                    self.attempts[save.entry.at].write_unproved(save, record.reads)
+
+    def _is_kept(self, save: RecordedSave) -> bool:
+        """Return whether it is in a directory whose saves are recorded."""
+        return 0 <= save.entry.at < len(self.attempts)
 
     @contextmanager
-    def _tried(self, name: str) -> Iterator[None]:
+    def _tried(self, entry: SavePath) -> Iterator[None]:
         """What the storage refuses now is tried again at the next look: a full disk may have room then."""
         try:
             yield
         except OSError as error:
             text = error.strerror or str(error)
-            if self._refused.get(name) != text:
-                logger.warning("the save %s cannot be recorded now: %s", name, error)
-            self._refused[name] = text
+            if self._refused.get(entry) != text:
+                logger.warning("the save %s cannot be recorded now: %s", entry.path, error)
+            self._refused[entry] = text
         else:
-            self._refused.pop(name, None)
+            self._refused.pop(entry, None)
 
     def _is_done(self, save: RecordedSave) -> bool:
-        written = self._written.get(save.entry.path)
+        written = self._written.get(save.entry)
         return written is not None and (written.order, written.changes) == (save.order, save.changes)
 
     def _forget_gone(self, saves: Sequence[RecordedSave]) -> None:
-        there = {each.entry.path for each in saves if not each.gone}
-        for name in [each for each in self._written if each not in there]:
-            del self._written[name]
-            self._due.pop(name, None)
-            with self._tried(name):
-                self.attempt.forget(name)
-        self._refused = {name: text for name, text in self._refused.items() if name in there}
+        there = {each.entry for each in saves if not each.gone}
+        for entry in [each for each in self._written if each not in there]:
+            del self._written[entry]
+            self._due.pop(entry, None)
+            with self._tried(entry):
+                self._forget(entry)
+        self._refused = {entry: text for entry, text in self._refused.items() if entry in there}
+
+    def _forget(self, entry: SavePath) -> None:
+        recorded, storage = self.attempts[entry.at].forget(entry.path), self.storages[entry.at]
+        if entry.at == LOCAL and storage.stat(entry.path) is None:
+            notes.note_removed(storage, entry.path, recorded)
+
+    def _note_removed(self, removed: Iterable[SavePath]) -> None:
+        """Let the copier know what the script has removed from `local_dir`, also of earlier rounds."""
+        for entry in removed:
+            if entry.at == LOCAL < len(self.storages) and self.storages[LOCAL].stat(entry.path) is None:
+                with self._tried(entry):
+                    self._forget(entry)
+
+
+def _keeping(storages: Sequence[Storage], world: int) -> _Keeping:
+    """Return what keeps the record of a round in these directories, which have one number for it. Raises OSError."""
+    least = 1 + max(newest_attempt(known_saves(each).values()) for each in storages)
+    attempts = [AttemptRecord(each, world, least) for each in storages]
+    shared, *local = [each.before for each in attempts]
+    return _Keeping(attempts, RoundProof(shared, world, {**shared, **(local[0] if local else {})}), storages)
 
 
 @dataclass(frozen=True)
@@ -402,8 +436,9 @@ class RecordOfSaves(Feature):
         return {"saves_below": addresses(self.parts.settings)}
 
     def beside_round(self, round_: RoundParts) -> Companion | None:
-        directory = self.parts.settings.checkpoint_dir
-        if directory is None or not round_.bootstrap or round_.progress is None:
+        settings = self.parts.settings
+        if settings.checkpoint_dir is None or not round_.bootstrap or round_.progress is None:
             return None
+        local = open_storage(settings.local_dir) if settings.local_dir is not None and round_.place.nodes == 1 else None
         journals = {each: str(message["journal"]) for each, message in round_.messages.items() if "journal" in message}
-        return SaveWatch(round_.place, open_storage(directory), journals)
+        return SaveWatch(round_.place, open_storage(settings.checkpoint_dir), journals, local)

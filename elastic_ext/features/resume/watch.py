@@ -24,7 +24,7 @@ from elastic_ext.checkpoints.agreement import nodes
 from elastic_ext.checkpoints.agreement.messages import MAX_OFFERS, NONE_SAVED, NewestSaved
 from elastic_ext.checkpoints.agreement.quarantine import quarantine, quarantine_newer
 from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.directory import tiers
+from elastic_ext.checkpoints.directory import save_place, tiers
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
 from elastic_ext.checkpoints.storage import LocalStorage, open_storage
 from elastic_ext.failures.ledger import JobVerdict
@@ -112,9 +112,11 @@ class ResumePoint(RoundBeginning):
         pin: tiers.Pin | None = None,
         copies: MemoryCopies | None = None,
         memory: Mapping[str, str] | None = None,
+        nodes: int = 1,
     ) -> None:
-        """copies: this node's copies in memory. memory: the environment variables about them."""
+        """copies: this node's copies in memory. memory: the environment variables about them. nodes: of the round."""
         super().__init__(checkpoint)
+        self.place = save_place.find(settings, nodes)
         self._copies, self._memory = copies, memory or {}
         self._settings = settings
         self._pin = pin
@@ -127,7 +129,7 @@ class ResumePoint(RoundBeginning):
         return {
             contracts.CHECKPOINT_DIR: self._settings.checkpoint_dir or "",
             contracts.LOCAL_DIR: self._settings.local_dir or "",
-            contracts.SAVE_DIR: self._settings.checkpoint_dir or "",
+            contracts.SAVE_DIR: (self._settings.local_dir if self.place.local else self._settings.checkpoint_dir) or "",
             **self.checkpoint.variables,
             **self._memory,
         }
@@ -144,6 +146,9 @@ class ResumePoint(RoundBeginning):
             logger.log(level, "resuming from %s, step %s (%s)", checkpoint.path, checkpoint.step, checkpoint.reason)
         else:
             logger.log(level, "starting from nothing: %s", checkpoint.reason)
+        if self.place.reason:
+            fallback = logging.WARNING if self.place.full else logging.DEBUG
+            logger.log(fallback, "save_dir() is checkpoint_dir in this round, not local_dir: %s", self.place.reason)
 
     def check(self, workers: companion.LocalWorkers) -> None:
         # Loading is collective: once one worker has made a step, all have loaded.
@@ -230,11 +235,11 @@ def agree(settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies:
         if pin is not None and checkpoint.local:
             pin.keep_only(checkpoint.path.rpartition("/")[2])
             kept, pin = pin, None
-            return ResumePoint(settings, checkpoint, kept, copies, memory)
+            return ResumePoint(settings, checkpoint, kept, copies, memory, place.nodes)
     finally:
         if pin is not None:
             pin.release()
-    return ResumePoint(settings, checkpoint, None, copies, memory)
+    return ResumePoint(settings, checkpoint, None, copies, memory, place.nodes)
 
 
 class Resuming(Feature):

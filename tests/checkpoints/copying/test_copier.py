@@ -16,7 +16,7 @@ import pytest
 from elastic_ext.base.records import OtherSchema, RecordError
 from elastic_ext.checkpoints.copying import copier
 from elastic_ext.checkpoints.copying.copier import Copier, CopyProgress
-from elastic_ext.checkpoints.copying.replicate import SCHEMA, CopyState, Pulse, decode, encode
+from elastic_ext.checkpoints.copying.reports import SCHEMA, CopyState, Pulse, decode, encode
 from tests.checkpoints.copying.test_replicate import complete, save
 from tests.checkpoints.directory.test_tiers import copiers
 from tests.jobs import AGENT, HASTY_AGENT, Job
@@ -83,7 +83,7 @@ class Watched:
         self.took: list[float] = []
         self.failed = 0
         self._changed = threading.Condition()
-        self.copier = Copier(str(local), str(remote), 0.0, "token", self, stall_s)
+        self.copier = Copier(str(local), str(remote), (), "token", self, stall_s)
 
     def copied(self, *figures: object) -> None:
         with self._changed:

@@ -40,11 +40,15 @@ class Script:
             self._note(rank, "s", count, number=1)
         return self
 
+    def journals(self, at: int = 0) -> list[SaveJournal]:
+        """at: the number of the directory."""
+        moved = [[event._replace(place=event.place._replace(at=at)) for event in of] for of in self._events]
+        return [SaveJournal(rank, 10 + rank, 0, tuple(of)) for rank, of in enumerate(moved if at else self._events)]
+
     def record(self) -> None:
         """The round is over, and its agent records it."""
         attempt = AttemptRecord(open_storage(str(self._directory)), self._world)
-        journals = [SaveJournal(rank, 10 + rank, 0, tuple(of)) for rank, of in enumerate(self._events)]
-        record = prove(journals, {}, before=attempt.before)
+        record = prove(self.journals(), {}, before=attempt.before)
         for save in record.saves:
             found = attempt.listed(save)
             if save.proved and not save.gone and found:

@@ -18,10 +18,9 @@ from torch.distributed import HashStore
 from elastic_ext.agent.companion import LocalWorkers, RoundPlace
 from elastic_ext.base import records, round_store
 from elastic_ext.checkpoints.record.journal import MAX_PART, JournalPart
-from elastic_ext.checkpoints.record.proof import RoundProof
-from elastic_ext.checkpoints.record.stored import AttemptRecord, StoredSave, Trust, files_at, known_saves, read_save, trust
+from elastic_ext.checkpoints.record.stored import StoredSave, Trust, files_at, known_saves, read_save, trust
 from elastic_ext.checkpoints.storage import Entry, LocalStorage
-from elastic_ext.features.record.watch import SCHEMA, RankSteps, SavePost, SaveWatch, _Keeping, _Posts
+from elastic_ext.features.record.watch import SCHEMA, RankSteps, SavePost, SaveWatch, _keeping, _Posts
 from elastic_ext.workers import progress_layout as layout
 from elastic_ext.workers.progress import ProgressTable
 from tests.until import until
@@ -96,8 +95,7 @@ class Deciding(Node):
 
     def __init__(self, folder: Path, storage: LocalStorage, nodes: int = 2) -> None:
         super().__init__(folder, storage, RoundPlace("a", 0, nodes, nodes, ("", 0)), 0)
-        attempt = AttemptRecord(storage, nodes)
-        self.posts, self.keeping, self.now = _Posts(self.place), _Keeping(attempt, RoundProof(attempt.before, nodes)), 0.0
+        self.posts, self.keeping, self.now = _Posts(self.place), _keeping([storage], nodes), 0.0
 
     def looks(self) -> None:
         self.now += 1.0

@@ -1,0 +1,186 @@
+"""What a round resumes from where a script saves in local_dir in its own way: one list of sources, the newest of all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from elastic_ext.base.settings import Settings
+from elastic_ext.checkpoints.agreement.nodes import NodeInRound
+from elastic_ext.checkpoints.agreement.quarantine import quarantine, quarantine_newer
+from elastic_ext.checkpoints.copying import notes
+from elastic_ext.checkpoints.copying.script_saves import ScriptSaves
+from elastic_ext.checkpoints.directory import own_files, save_place
+from elastic_ext.checkpoints.storage import LocalStorage, open_storage
+from elastic_ext.features.record.watch import _keeping
+from elastic_ext.features.resume.watch import ResumePoint
+from tests.checkpoints.choice.scenes import flip, resumed
+from tests.checkpoints.copying.test_script_saves import save, torch_file
+from tests.checkpoints.record.recording import Script
+
+
+class Tiers:
+    """local_dir and checkpoint_dir of one node."""
+
+    def __init__(self, folder: Path) -> None:
+        self.local, self.remote = folder / "local", folder / "remote"
+        self.local.mkdir()
+        self.remote.mkdir()
+
+    @property
+    def settings(self) -> Settings:
+        return Settings(checkpoint_dir=str(self.remote), local_dir=str(self.local))
+
+    def copy(self) -> None:
+        ScriptSaves(LocalStorage(str(self.local)), open_storage(str(self.remote)), "", lambda size: None).turn(finish=False)
+
+    def resumed(self, **options: object) -> str:
+        found = resumed(self.remote, local_dir=str(self.local), **options)  # type: ignore[arg-type]
+        return found.path.removeprefix(f"{self.remote.parent}/")
+
+    def marked(self) -> list[str]:
+        found = {each: own_files.quarantined_names(open_storage(str(each))) for each in (self.local, self.remote)}
+        return sorted(f"{each.name}/{name}" for each, names in found.items() for name in names)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Tiers:
+    return Tiers(tmp_path)
+
+
+def test_the_newest_of_both(tiers: Tiers) -> None:
+    save(tiers.local, 20)
+    assert tiers.resumed() == "local/checkpoint-20"  # none has arrived
+    tiers.copy()
+    assert tiers.resumed() == "local/checkpoint-20"  # as new as the copy
+    save(tiers.local, 40)
+    assert tiers.resumed() == "local/checkpoint-40"
+    shutil.rmtree(tiers.local / "checkpoint-40")
+    assert tiers.resumed() == "local/checkpoint-20"
+    shutil.rmtree(tiers.local)
+    assert tiers.resumed() == "remote/checkpoint-20"
+
+
+def test_later_saves_in_checkpoint_dir(tiers: Tiers) -> None:
+    """A round fell back to it. Its saves are later, by the number of the round, though their steps are fewer."""
+    save(tiers.local, 20)
+    save(tiers.local, 40)
+    tiers.copy()
+    keeping = _keeping([open_storage(str(each)) for each in (tiers.remote, tiers.local)], 1)
+    assert {each._attempt for each in keeping.attempts} == {3}
+    save(tiers.remote, 30)
+    assert tiers.resumed() == "remote/checkpoint-30"
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_of_several_nodes_each_sees_its_own_only(tiers: Tiers, nodes: int) -> None:
+    """So what is on one node's disk is taken where this is the only one."""
+    save(tiers.local, 20)
+    tiers.copy()
+    save(tiers.local, 40)
+    place = NodeInRound(nodes=nodes)
+    assert tiers.resumed(place=place) == ("local/checkpoint-40" if nodes == 1 else "remote/checkpoint-20")
+
+
+def test_a_damaged_one_is_passed_over(tiers: Tiers) -> None:
+    save(tiers.local, 20)
+    tiers.copy()
+    torch_file(tiers.local / "model_40.pt", step=40)
+    Script(tiers.local).saves(40, "model_40.pt").steps(41).record()
+    flip(tiers.local / "model_40.pt", 40)
+    assert tiers.resumed() == "local/checkpoint-20"
+
+
+def test_what_only_began_to_arrive(tiers: Tiers) -> None:
+    """The node with the original is gone. There is nothing else, so the job begins from nothing."""
+    save(tiers.local, 20)
+
+    def full(size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    ScriptSaves(LocalStorage(str(tiers.local)), open_storage(str(tiers.remote)), "", full).turn(finish=False)
+    shutil.rmtree(tiers.local)
+    assert tiers.resumed() == ""
+
+
+def test_a_blamed_one_and_its_copy(tiers: Tiers) -> None:
+    for step in (20, 40):
+        save(tiers.local, step)
+        tiers.copy()
+    assert quarantine(tiers.settings, str(tiers.local / "checkpoint-40"), False, "it failed") == "checkpoint-40"
+    assert tiers.marked() == ["local/checkpoint-40", "remote/checkpoint-40"]
+    assert tiers.resumed() == "local/checkpoint-20"
+
+
+def test_the_only_other_one_is_local(tiers: Tiers) -> None:
+    save(tiers.local, 20)
+    assert quarantine(tiers.settings, str(tiers.local / "checkpoint-20"), False, "it failed") is None
+    save(tiers.local, 40)
+    assert quarantine(tiers.settings, str(tiers.local / "checkpoint-40"), False, "it failed") == "checkpoint-40"
+    assert tiers.resumed() == "local/checkpoint-20"
+
+
+def test_the_last_saved_is_local(tiers: Tiers) -> None:
+    """Numbers left their range."""
+    save(tiers.local, 20)
+    tiers.copy()
+    save(tiers.local, 40)
+    assert quarantine(tiers.settings, "", True, "NaN") == "checkpoint-40"
+    assert tiers.marked() == ["local/checkpoint-40"]
+
+
+def test_what_is_newer_than_the_last_comparison(tiers: Tiers) -> None:
+    for step in (20, 40, 60):
+        save(tiers.local, step)
+    tiers.copy()
+    quarantine_newer(tiers.settings, 20, "", "replicas differ")
+    assert tiers.marked() == ["local/checkpoint-40", "local/checkpoint-60", "remote/checkpoint-60"]
+    tiers.copy()
+    assert tiers.resumed() == "local/checkpoint-20"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "free", "last", "named", "expected"),
+    [
+        (1, 1 << 30, 0, False, True),
+        (1, 64 << 20, 0, False, False),  # /dev/shm in a pod
+        (1, 1 << 30, 600 << 20, False, False),  # two of them do not fit
+        (1, 1 << 30, 500 << 20, False, True),
+        (1, 1 << 30, 0, True, False),
+        (2, 1 << 30, 0, False, False),
+    ],
+)
+def test_where_to_save(nodes: int, free: int, last: int, named: bool, expected: bool) -> None:
+    found = save_place.decide(nodes, free, last, named)
+    assert (found.local, bool(found.reason)) == (expected, not expected)
+
+
+def test_what_scripts_are_told(tiers: Tiers) -> None:
+    found = resumed(tiers.remote, local_dir=str(tiers.local))
+    told = ResumePoint(tiers.settings, found).variables()
+    assert told["ELASTIC_EXT_SAVE_DIR"] == str(tiers.local)
+    (tiers.local / "blocked").touch()
+    elsewhere = Settings(checkpoint_dir=str(tiers.remote), local_dir=str(tiers.local / "blocked"))
+    assert ResumePoint(elsewhere, found).variables()["ELASTIC_EXT_SAVE_DIR"] == str(tiers.remote)
+    assert ResumePoint(Settings(checkpoint_dir="s3://bucket"), found).variables()["ELASTIC_EXT_SAVE_DIR"] == "s3://bucket"
+
+
+def test_a_note_of_what_was_removed(tiers: Tiers) -> None:
+    """Also of a save of an earlier round; not of what is there again, and not of temporary files."""
+    local = LocalStorage(str(tiers.local))
+    for step in (20, 40):
+        save(tiers.local, step)
+        tiers.copy()
+    for name in ("checkpoint-20", "checkpoint-40"):
+        shutil.rmtree(tiers.local / name)
+    (tiers.local / "checkpoint-40").mkdir()
+    script = Script(tiers.local)
+    for name in ("checkpoint-20", "checkpoint-40", "tmp-1"):
+        script._note(0, "d", 50, name)
+    keeping = _keeping([open_storage(str(tiers.remote)), local], 1)
+    keeping.proof.take(script.journals(at=1), {0: 51})
+    keeping.proof.release()
+    keeping.list_proved(0, 0.0)
+    assert notes.removed_names(local) == ["checkpoint-20"]

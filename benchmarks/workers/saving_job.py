@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 directory, files, seconds = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-directory.mkdir()
+directory.mkdir(exist_ok=True)
 torch.set_num_threads(1)
 weights = [torch.nn.Parameter(torch.ones(1)) for _ in range(30)]
 for weight in weights:

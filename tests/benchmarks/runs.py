@@ -21,6 +21,7 @@ def result(script: str, results: Path, *options: str, code: int | None = None, e
     command = [sys.executable, str(BENCHMARKS / script), "--results", str(results), *options]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     assert done.returncode in (0, 1), done.stdout + done.stderr
+    assert done.stdout, done.stderr
     line = done.stdout.splitlines()[-1]
     record = json.loads(line)
     expected = int(not record.get("kept", True)) if code is None else code

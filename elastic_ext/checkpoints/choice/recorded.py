@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from elastic_ext.base.printable import counted
 from elastic_ext.checkpoints.choice import decisions
 from elastic_ext.checkpoints.choice.decisions import Choice, Contender, PassedOver, Resume, Sight
 from elastic_ext.checkpoints.choice.rank_files import SaveKind, kinds_of
@@ -159,7 +160,11 @@ def _lacks(entry: Entry, verdict: RecordVerdict, usual: Entry | None, book: Reco
 
     usual: the last one of its kind that is proved, or of all ranks. is_only: its round has recorded no other of the kind.
     """
-    there = len(entry.parts or (entry,))
+    there, save = len(entry.parts or (entry,)), verdict.save
+    if save is not None and save.written < save.usual:
+        return (
+            f"its save was not proved, and it wrote {counted(save.written, 'file')}, not {save.usual} as the proved one before it"
+        )
     if usual is None:
         return _lacks_as_first(there, verdict.save) if is_only and verdict.save is not None else ""
     if not _is_of_all_ranks(usual, book, least=1 if there > 1 else 2):

@@ -45,9 +45,9 @@ class Script:
         moved = [[event._replace(place=event.place._replace(at=at)) for event in of] for of in self._events]
         return [SaveJournal(rank, 10 + rank, 0, tuple(of)) for rank, of in enumerate(moved if at else self._events)]
 
-    def record(self) -> None:
-        """The round is over, and its agent records it."""
-        attempt = AttemptRecord(open_storage(str(self._directory)), self._world)
+    def record(self, least: int = 1) -> None:
+        """The round is over, and its agent records it. least: see `AttemptRecord`."""
+        attempt = AttemptRecord(open_storage(str(self._directory)), self._world, least)
         record = prove(self.journals(), {}, before=attempt.before)
         for save in record.saves:
             found = attempt.listed(save)

@@ -24,6 +24,7 @@ PREEMPTION = "preemption"
 HOST_MEMORY = "host_memory"
 DEVICE_MEMORY = "device_memory"
 STORAGE = "storage"
+NODE_LOST = "node_lost"  # or it was cut off, or asked to leave; no worker of it reports more
 NETWORK = "network"  # also the kind of a cascade if no other failure is known
 HARDWARE = "hardware"
 HANG = "hang"
@@ -32,8 +33,8 @@ CASCADE = "cascade"  # this worker failed because another one did
 UNKNOWN = "unknown"
 
 KINDS = (
-    CODE, DATA, NUMERIC, USER_STOP, PREEMPTION, HOST_MEMORY, DEVICE_MEMORY, STORAGE, NETWORK, HARDWARE, HANG, CRASH, CASCADE,
-    UNKNOWN,
+    CODE, DATA, NUMERIC, USER_STOP, PREEMPTION, HOST_MEMORY, DEVICE_MEMORY, STORAGE, NODE_LOST, NETWORK, HARDWARE, HANG, CRASH,
+    CASCADE, UNKNOWN,
 )  # fmt: skip
 
 Kind = Annotated[str, KINDS.__contains__]

@@ -376,9 +376,8 @@ def stops_at_start(diagnosis: Diagnosis) -> bool:
 
 
 def of_lost_node(diagnosis: Diagnosis) -> bool:
-    """Return whether the loss of a node caused the failure (see `judgement`); kind: of what it did to workers of other nodes."""
-    free = diagnosis.response is Response.RESTART_FREE and diagnosis.tier != rules.USER_RULES
-    return free and diagnosis.kind in (NETWORK, kinds.CASCADE)
+    """Return whether the loss of a node caused the failure (see `judgement`), rather than that a rule of the user says so."""
+    return diagnosis.kind == kinds.NODE_LOST and diagnosis.tier != rules.USER_RULES
 
 
 def of_a_node(diagnosis: Diagnosis) -> bool:

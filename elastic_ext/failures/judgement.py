@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from elastic_ext.base.diagnosis import CODE, NETWORK, NUMERIC, Response, Weight, compared
+from elastic_ext.base.diagnosis import CODE, NODE_LOST, NUMERIC, Response, Weight, compared
 from elastic_ext.base.errors import EX_NODE, EX_TRY_AGAIN
 from elastic_ext.base.printable import beginnings, ranks_in_words
 from elastic_ext.base.printable import cut as shortened
@@ -171,7 +171,7 @@ def too_few_left(ledger: Ledger, circumstances: Circumstances, round_: int) -> t
     left = f"{circumstances.nodes} of at least {circumstances.min_nodes} nodes are left, and no other one has come"
     code = policy.exit_code_for(EX_TRY_AGAIN, circumstances.exit_codes)
     decision = policy.Decision(
-        policy.Action.STOP, NETWORK, f"{names}{more}; {left} (rejoin_timeout)", code, TOO_FEW, response=Response.REQUEUE
+        policy.Action.STOP, NODE_LOST, f"{names}{more}; {left} (rejoin_timeout)", code, TOO_FEW, response=Response.REQUEUE
     )
     of_first = (lost[0].id, lost[0].host, joint.NO_RANK, ledger.charged, circumstances.max_restarts, circumstances.at)
     verdict = JobVerdict(decision, round_, *of_first, gone=lost[0].how)
@@ -341,7 +341,8 @@ def _of_lost(lost: Sequence[Lost], victim: Diagnosis, report: Report) -> _Cause:
         evidence = replace(evidence, exception=replace(evidence.exception, message=message))
     more = f" (and {len(lost) - 1} more)" if len(lost) > 1 else ""
     reason = f"node {first.host} {first.how}{more}; then {describe(evidence)}, on {report.host}"
-    diagnosis = replace(victim, response=Response.RESTART_FREE, reason=reason, evidence=replace(victim.evidence, node=first.host))
+    evidence = replace(victim.evidence, node=first.host)
+    diagnosis = replace(victim, kind=NODE_LOST, response=Response.RESTART_FREE, reason=reason, evidence=evidence)
     return _Cause(diagnosis, report, first.id, first.host, joint.NO_RANK, gone=first.how)
 
 

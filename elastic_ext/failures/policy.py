@@ -54,7 +54,7 @@ def exit_code_for(code: int, preset: str) -> int:
     return EXIT_CODES[preset].get(code, code)
 
 
-_OUTSIDE_THE_WORKER = frozenset({NETWORK, PREEMPTION, HARDWARE, kinds.HOST_MEMORY})
+_OUTSIDE_THE_WORKER = frozenset({kinds.NODE_LOST, NETWORK, PREEMPTION, HARDWARE, kinds.HOST_MEMORY})
 _NO_CHECKPOINT_KINDS = frozenset({*_OUTSIDE_THE_WORKER, kinds.CASCADE, CODE, kinds.DATA, kinds.DEVICE_MEMORY, kinds.HANG})
 
 

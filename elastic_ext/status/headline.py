@@ -31,6 +31,7 @@ _DID = {
     kinds.HOST_MEMORY: "ran out of memory",
     kinds.DEVICE_MEMORY: "exceeded its GPU memory",
     kinds.STORAGE: "lost its storage",
+    kinds.NODE_LOST: "was lost",
     kinds.NETWORK: "lost the network",
     kinds.HARDWARE: "met bad hardware",
     kinds.HANG: "hung",

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from elastic_ext.base.diagnosis import HANG, PREEMPTION, USER_STOP
+from elastic_ext.base.diagnosis import HANG, NODE_LOST, PREEMPTION, USER_STOP
 from elastic_ext.base.printable import counted
 from elastic_ext.events.event_table import MEMBERSHIP
 from elastic_ext.telemetry import goodput
@@ -26,7 +26,6 @@ STATES = (TRAINING, RUNNING, STARTUP, START, RENDEZVOUS, WAITING, STOPPING, VERD
 STOPS_THE_JOB = {STARTUP, START, STOPPING, VERDICT, HUNG, BACKOFF}  # no other node can train while one does this
 
 SHORTEST_S = 0.001  # of a timeline: one event has no length
-NODE_LOST = "node lost"
 SILENT = "nothing more was heard of it: it was killed, or its host was lost"
 # What explains the end of a round, or of an agent, the best first, with its kind; "": the event has it.
 EXPLAINS = {"decision": "", "node_drained": "drained", "node_refused": "refused", "preemption_noticed": PREEMPTION}

@@ -33,7 +33,7 @@ def test_what_the_recorded_job_did():
     assert sorted(each.label for each in job.rows) == ["n0", "n1", "n2"]
     assert [(each.kind, each.node, each.decision) for each in job.interruptions[:2]] == [
         ("unknown", "n1", "restart"),
-        ("network", "n2", "restart_free"),
+        ("node_lost", "n2", "restart_free"),
     ]
     assert [each.kind for each in job.interruptions[2:]] == ["preemption", "membership"]
     assert re.fullmatch(r"resumed from step \d+0", job.interruptions[0].after)

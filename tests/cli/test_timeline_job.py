@@ -112,11 +112,11 @@ def test_a_crash_a_lost_node_and_a_requeue(tmp_path, capsys):
     found = spans.timeline([each for file in files for each in events.parse(Path(file).read_text(), file)[0]])
     marks = {(each.kind, each.node) for each in found.interruptions}
     assert ("unknown", "n1") in marks
-    assert ("network" if said else "node lost", "n2") in marks
+    assert ("node_lost", "n2") in marks
     for each in said:  # unless both others were told that it is lost before their workers noticed
         assert re.match(r"  n2: node n2 was lost; then rank [012] raised RuntimeError: .*, on n[01]$", each), each
     decided = [line for file in files for line in map(json.loads, Path(file).read_text().splitlines()) if "culprit_rank" in line]
-    of_lost = [line for line in decided if line["kind"] == "network"]
+    of_lost = [line for line in decided if line["kind"] == "node_lost"]
     assert bool(of_lost) == bool(said)
     assert {(line["culprit_host"], line["culprit_rank"], line["decision"]) for line in of_lost} <= {("n2", -1, "restart_free")}
     assert marks & {("preemption", "n0"), ("preemption", "n1")}

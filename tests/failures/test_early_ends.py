@@ -80,7 +80,7 @@ def test_a_last_uneven_step_waits_for_it(steps):
 def test_a_lost_node_decides_before_it():
     rules = dataclasses.replace(RULES, lost=(Lost("n3", id="n3"),))
     decision = decided(told("n1", 0, **PEER), early(), rules=rules)[1].decision
-    assert (decision.response, decision.kind) == (Response.RESTART_FREE, "network")
+    assert (decision.response, decision.kind) == (Response.RESTART_FREE, "node_lost")
     assert decision.reason.startswith("node n3 was lost; ")
 
 

@@ -222,3 +222,4 @@ def test_a_lost_node_explains_what_nccl_misses():
     told = {id_: each for id_, each in of_nccl("a:c b:c").items() if id_ != "d"}
     _, verdict = judge(told, Ledger(), dataclasses.replace(RULES, lost=(lost,)), 1)
     assert (verdict.host, verdict.decision.response) == (HOSTS["d"], Response.RESTART_FREE)
+    assert verdict.decision.kind == "node_lost"

@@ -149,7 +149,7 @@ def test_a_lost_nodes_victim_comes_second(lost, begins):
     assert re.search(r"\w…", reason), "cut at a word"
     assert reason.endswith(", on ha")
     assert len(reason) < 300
-    assert (verdict.host, verdict.rank, verdict.node, verdict.decision.kind) == ("hc", -1, lost[0].id, "network")
+    assert (verdict.host, verdict.rank, verdict.node, verdict.decision.kind) == ("hc", -1, lost[0].id, "node_lost")
     assert (verdict.shown_by, verdict.gone) == ("a", lost[0].how), "the lost one logs nothing"
     assert ledger.failures[-1].node == "hc", "nothing is held against the victim's node"
 
@@ -446,9 +446,10 @@ def test_a_repair_gives_a_new_budget():
     assert (verdict.ends_job, verdict.restarts) == (False, 1)
 
 
-def test_only_lost_nodes_count_as_lost():
+@pytest.mark.parametrize("kind", ["network", "node_lost"])
+def test_only_lost_nodes_count_as_lost(kind):
     """A user's rule may let the job restart for nothing as often as it likes."""
-    own = user_rules.UserRule("license server", "network", Response.RESTART_FREE, exit_code=17)
+    own = user_rules.UserRule("license server", kind, Response.RESTART_FREE, exit_code=17)
     ledger = Ledger()
     for round_ in range(7):
         of_user = classify(Evidence(rank=0, node="ha", exit_code=17, step=7, first_step_done=True), (own,))

@@ -252,9 +252,9 @@ TYPO, MISSING = of("NameError", first_step_done=False), of(exit_code=127, first_
 MISSING_MODULE = of("ModuleNotFoundError", "No module named 'apex'", first_step_done=False)
 TWO_DIFFER, OTHERS_DIFFER = of(differs=("n1", "n2")), of(differs=("n2", "n7"))
 THREE_DIFFER = of(differs=("n1", "n2", "n3"))
-LOST = replace(PEERS_LATER, response=Response.RESTART_FREE)
-LOST_EARLY = replace(PEERS, response=Response.RESTART_FREE)
-LOST_BEFORE = Precedent(False, False, "n3", True, lost_node=True, kind="network")
+LOST = replace(PEERS_LATER, kind="node_lost", response=Response.RESTART_FREE)
+LOST_EARLY = replace(PEERS, kind="node_lost", response=Response.RESTART_FREE)
+LOST_BEFORE = Precedent(False, False, "n3", True, lost_node=True, kind="node_lost")
 ECC = of("torch.AcceleratorError", "CUDA error: uncorrectable ECC error encountered", shared=True)
 BUS = of(signal="SIGBUS")
 STALE_AGAIN = replace(SAME_HERE, progress=True, of_node=True, kind="storage")
@@ -700,6 +700,7 @@ BEFORE_ITS_FIRST_STEP = [
     (of(exit_code=75, first_step_done=False), 0),
     (of(signal="SIGKILL", xids=(79,), first_step_done=False), 0),
     (of("torch.distributed.DistBackendError", "remote process exited or there was a network error", first_step_done=False), 0),
+    (replace(of("ConnectionError", first_step_done=False), kind="node_lost", response=Response.RESTART_FREE), 0),
 ]
 
 

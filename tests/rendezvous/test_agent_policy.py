@@ -79,6 +79,7 @@ def test_too_few_without_a_report_are_requeued() -> None:
     assert (judged.state, verdict.decision.response, verdict.decision.exit_code) == (State.CLOSED, Response.REQUEUE, 128 + 75)
     assert (verdict.ends_job, verdict.keeps_ledger, verdict.round, verdict.host) == (True, True, 7, "n2")
     assert verdict.decision.reason.startswith("node n2 was lost; node n3 was asked to leave; 1 of at least 3 nodes are left")
+    assert verdict.decision.kind == "node_lost"
     assert (ledger.charged, ledger.failures, ledger.verdicts) == (4, (), (verdict,)), "nothing is charged"
 
 

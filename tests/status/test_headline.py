@@ -42,7 +42,7 @@ def with_drain(header: Header, released: bool) -> Header:
 
 
 FREE = Response.RESTART_FREE
-GONE = verdict("network", FREE, "peer-connection", rank=-1, gone=LOST)
+GONE = verdict("node_lost", FREE, "peer-connection", rank=-1, gone=LOST)
 CASES = (
     # all train
     (JobNow("running", RUNS, here=("n0", "n1"), members=2, training=2), "both nodes train"),
@@ -56,9 +56,9 @@ CASES = (
     (recovers(BROKEN, GONE), "node n1 was lost; n0 waits for it"),
     (recovers(dataclasses.replace(BROKEN, min_nodes=4), GONE, "n0", "n2", "n3"), "node n1 was lost; 3 nodes wait for it"),
     (recovers(FEWER, GONE), "node n1 was lost; the job restarts"),
-    (recovers(BROKEN, verdict("network", FREE, rank=-1, gone=CUT)), "node n1 was cut off; n0 waits for it"),
+    (recovers(BROKEN, verdict("node_lost", FREE, rank=-1, gone=CUT)), "node n1 was cut off; n0 waits for it"),
     (
-        JobNow("failed", BROKEN, verdict("network", Response.REQUEUE, TOO_FEW, rank=-1, gone=LOST)),
+        JobNow("failed", BROKEN, verdict("node_lost", Response.REQUEUE, TOO_FEW, rank=-1, gone=LOST)),
         "node n1 was lost; too few remain",
     ),
     (JobNow("ended", BROKEN, GONE), "node n1 was lost; no agent is left"),

@@ -136,7 +136,7 @@ def two_nodes(ahead: float = 0.0, lost: bool = False, victim: bool = False) -> t
         b.at(20.6, "agent_ended", state="signalled", exit_code=75)
     if victim:
         a.at(20, "failure", rank=0, kind="cascade", reason="Connection closed by peer")
-        a.at(20, "decision", **crash(-1, "b", kind="network", decision="restart_free", reason="node b was lost; then rank 0"))
+        a.at(20, "decision", **crash(-1, "b", kind="node_lost", decision="restart_free", reason="node b was lost; then rank 0"))
     else:
         a.at(20, "round_over", cause="broken", reason="b is gone")
     a.at(20.5, "workers_stopped")
@@ -215,14 +215,14 @@ def test_a_lost_node_goes_when_peers_stop():
     made = spans.timeline(read(*two_nodes(lost=True)))
     assert states(made.rows[1])[-2:] == [(TRAINING, 1.5, 20.0), (GONE, 20.0, 40.0)]
     (end,) = made.interruptions
-    assert (end.kind, end.node, end.row, end.decision, end.reason) == ("node lost", "b", 1, "", "b is gone")
+    assert (end.kind, end.node, end.row, end.decision, end.reason) == ("node_lost", "b", 1, "", "b is gone")
 
 
 def test_the_verdict_on_a_lost_node_counts():
     """The kind is that of the verdict, the row that of the host which it names."""
     made = spans.timeline(read(*two_nodes(lost=True, victim=True)))
     (end,) = made.interruptions
-    assert (end.kind, end.node, end.row, end.rank, end.decision) == ("network", "b", 1, -1, "restart_free")
+    assert (end.kind, end.node, end.row, end.rank, end.decision) == ("node_lost", "b", 1, -1, "restart_free")
     assert end.reason.startswith("node b was lost; ")
 
 
@@ -331,7 +331,7 @@ def test_a_killed_agent_without_peers_is_marked():
     second.at(9, "agent_started")
     second.joins(10, 2, 0, nodes=1)
     made = spans.timeline(read(first, second))
-    assert [(each.at, each.kind, each.reason) for each in made.interruptions] == [(9, "node lost", spans.SILENT)]
+    assert [(each.at, each.kind, each.reason) for each in made.interruptions] == [(9, "node_lost", spans.SILENT)]
     assert [row.label for row in made.rows] == ["a"]
 
 

@@ -79,7 +79,7 @@ def test_it_says_what_the_timeline_does(job):
     assert phases["i"] == len(job.rounds) + len(job.saved) + len(job.interruptions)
     failures = [each for each in records if each.get("cat") == "failure"]
     assert [(each["name"], each["s"]) for each in failures] == [
-        *(("unknown", "p"), ("network", "p"), ("preemption", "p"), ("membership", "g"))
+        *(("unknown", "p"), ("node_lost", "p"), ("preemption", "p"), ("membership", "g"))
     ]
     first = failures[0]
     assert first["args"] == {"round": 1, "node": "n1", "rank": job.interruptions[0].rank, "decision": "restart"} | {

@@ -354,6 +354,10 @@ def _explain_files(args: argparse.Namespace) -> int:
         cases = [(path, content)]
         if path.endswith(".jsonl"):  # not splitlines(): a JSON text may hold other line breaks
             cases = [(f"{path}:{number}", line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+        if _is_event(cases[0][1] if cases else ""):
+            faults += 1
+            print_error(f"{path}: a job's events, and explain reads evidence; elastic-ext timeline {path} -o job.svg shows them")
+            continue
         for where, text in cases:
             try:
                 print(json.dumps(explained(_parsed(text), rules, args.exit_codes)), flush=True)
@@ -376,6 +380,15 @@ def explained(value: Any, rules: Sequence[user_rules.UserRule] = (), exit_codes:
         "reason": decision.reason,
         "rule": decision.rule,
     }
+
+
+def _is_event(text: str) -> bool:
+    """Return whether a case is an event: people have the file `events_file` at hand, and none with evidence."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and isinstance(found.get("event"), str) and "monotonic" in found
 
 
 def _parsed(text: str) -> object:

@@ -46,6 +46,14 @@ def test_one_object_per_case(capsys):
     }
 
 
+def test_a_file_of_events_names_its_verb(capsys):
+    file = CASES.with_name("timeline_events.jsonl")
+    code, told, err = explain(capsys, file)
+    assert (code, told) == (78, [])
+    verb = f"elastic-ext timeline {file} -o job.svg"
+    assert err == [f"elastic-ext: {file}: a job's events, and explain reads evidence; {verb} shows them"]
+
+
 def test_the_full_evidence_of_the_specification(capsys, tmp_path):
     file = tmp_path / "a.json"
     file.write_text(

@@ -130,7 +130,8 @@ class Supervisor(TorchAgent):
                 if again.sigval in exits.USER_SIGNALS or self._leave_by is not None:
                     raise
                 self._save_before_leaving(error)  # timeout(1) sends two at once, before they are taken as one
-            self._handler.part.break_off(f"{self._handler.node.host} leaves: its agent received {received(error).name}")
+            name = received(error).name
+            self._handler.part.break_off(f"{self._handler.node.host} leaves: its agent received {name}", signal=name)
             raise
 
     def _run_rounds(self) -> RunResult:

@@ -35,7 +35,7 @@ MEANINGS = {
     0: "the job runs, or has succeeded",
     1: "the job has failed",
     2: "its workers do not run now: it starts, recovers from a failure, or waits for nodes",
-    3: "no agent is left in it, and nothing shows how it ended",
+    3: "no agent is left in it: a signal stopped it, or nothing shows how it ended",
     EX_UNAVAILABLE: "no such job, or neither etcd nor the agent answers",
     78: "wrong usage",
     EX_INTERRUPTED: "interrupted with Ctrl-C",

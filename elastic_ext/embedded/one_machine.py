@@ -171,7 +171,7 @@ class OneRound:
         """Return None: the workers always get the usual grace."""
         return None
 
-    def break_off(self, reason: str, failed: bool = False) -> None:
+    def break_off(self, reason: str, failed: bool = False, signal: str = "") -> None:
         """Do nothing: there is no other node."""
 
     def post(self, topic: board.Topic[V], value: V | None) -> None:

@@ -71,10 +71,10 @@ class RoundPart(Protocol):
     def stop_by(self) -> float | None:
         """Return the monotonic time by which the workers must be gone; None if they get the usual grace."""
 
-    def break_off(self, reason: str, failed: bool = False) -> None:
+    def break_off(self, reason: str, failed: bool = False, signal: str = "") -> None:
         """Have all nodes end this round; return at once. What the end of the workers here causes elsewhere is no failure then.
 
-        failed: as workers of this node have failed.
+        failed: as workers of this node have failed. signal: name of the one for which this node leaves; "": it does not.
         """
 
     def post(self, topic: Topic[V], value: V | None) -> None:

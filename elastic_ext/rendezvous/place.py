@@ -138,9 +138,9 @@ class Participant:
         """Change this node's record."""
         self.tasks.post(lambda: self.registration.update(change))
 
-    def end_round(self, round_: int, state: State, reason: str, end: EndKind | None = None) -> None:
+    def end_round(self, round_: int, state: State, reason: str, end: EndKind | None = None, signal: str = "") -> None:
         """End round `round_` for all nodes."""
-        self.change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason, end=end))
+        self.change_header(round_, lambda header: dataclasses.replace(header, state=state, reason=reason, end=end, signal=signal))
 
     def change_header(self, round_: int, change: Callable[[Header], Header], in_any_round: bool = False) -> None:
         """Change the header while that round runs. in_any_round: while the job is not over."""

@@ -124,8 +124,8 @@ class EtcdRound:
             return now
         return self._place.fence.stop_by
 
-    def break_off(self, reason: str, failed: bool = False) -> None:
-        self._participant.end_round(self.round, State.BROKEN, reason, EndKind.FAILED if failed else None)
+    def break_off(self, reason: str, failed: bool = False, signal: str = "") -> None:
+        self._participant.end_round(self.round, State.BROKEN, reason, EndKind.FAILED if failed else None, signal)
 
     def post(self, topic: Topic[V], value: V | None) -> None:
         self._claims = self._claims | {topic.name} if topic.must_be_heard and value is not None else self._claims - {topic.name}

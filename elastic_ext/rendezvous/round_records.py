@@ -171,6 +171,8 @@ class Header:
     # The job's `--nnodes`, from its first round on: what holds when its record is lost. 0: older versions write none.
     min_nodes: Count = 0
     max_nodes: Count = 0
+    # Name of the signal for which a node has left and so ended the round; "": it ended otherwise. Older versions write none.
+    signal: NameOrEmpty = ""
 
     @property
     def ended(self) -> bool:

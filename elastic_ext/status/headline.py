@@ -76,7 +76,9 @@ def of_job(now: JobNow) -> str:
     if now.state == "failed":
         return of_failure(now.verdict) if now.verdict is not None else "the job was closed"
     if now.state == "ended":
-        return f"{_cause(now.verdict)}; no agent is left" if now.verdict is not None else NONE_LEFT
+        signal = f"{_name(now.header.signal)} stopped the job" if now.header.signal else ""
+        known = _cause(now.verdict) if now.verdict is not None else signal
+        return f"{known}; no agent is left" if known else NONE_LEFT
     if now.state == "running":
         return _of_training(now)
     if now.state == "starting":

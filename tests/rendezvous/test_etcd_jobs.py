@@ -17,6 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from elastic_ext.base import settings
 from elastic_ext.base.errors import UsageError
+from elastic_ext.cli import main
 from elastic_ext.rendezvous.handler import EtcdRendezvous
 from elastic_ext.rendezvous.keys import JobKeys
 from elastic_ext.rendezvous.round_records import Header, Node, decode
@@ -354,6 +355,16 @@ def test_a_spare_waits_while_the_job_trains(nodes, server):
     first.process.send_signal(signal.SIGTERM)
     spare.wait_for(seen(1, 1))
     nodes.finish("b")
+
+
+@pytest.mark.seam
+def test_the_status_names_the_signal_that_ended_all(nodes, server, capsys):
+    job = nodes.start("a", server.endpoint, "1", conf="lease_ttl=60")  # the status stays for three times as long
+    job.wait_for(seen(1, 0))
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish().returncode == 75
+    assert main.main(["status", f"--rdzv-endpoint={server.endpoint}", f"--rdzv-id={nodes.run_id}"]) == 3
+    assert "SIGTERM stopped the job; no agent is left" in capsys.readouterr().out
 
 
 @pytest.mark.full

@@ -62,6 +62,8 @@ CASES = (
         "node n1 was lost; too few remain",
     ),
     (JobNow("ended", BROKEN, GONE), "node n1 was lost; no agent is left"),
+    (JobNow("ended", dataclasses.replace(BROKEN, signal="SIGTERM")), "SIGTERM stopped the job; no agent is left"),
+    (JobNow("ended", BROKEN), "no agent is left; how the job ended is unknown"),
     # a worker failed
     (recovers(dataclasses.replace(BROKEN, end=EndKind.FAILED), None, "n0", "n1"), "a worker failed; the cause is being found"),
     (recovers(BROKEN, verdict("host_memory"), "n0", "n1"), "rank 1 on n1 ran out of memory; the job restarts"),

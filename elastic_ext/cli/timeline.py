@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
     counts = (
         (made.rows, "row"),
         ([each for each in made.interruptions if not each.is_change], "failure"),
-        (made.saved, "checkpoint"),
     )
-    print_line(f"{args.output}: {', '.join(counted(len(each), what) for each, what in counts)}")
+    saved = counted(len(made.saved), "checkpoint") if made.saved else "no checkpoint reported"
+    print_line(f"{args.output}: {', '.join([*(counted(len(each), what) for each, what in counts), saved])}")
     return EX_CONFIG if faults else 0
 
 

@@ -61,7 +61,7 @@ class Interruption:
     node: str = ""
     rank: int = -1  # -1: of no rank
     decision: str = ""
-    after: str = ""  # what followed, e.g. "resumed from step 40"
+    after: str = ""  # what followed, e.g. "resumed from step 40", or "a later start resumed from step 40"
 
     @property
     def is_change(self) -> bool:
@@ -242,14 +242,17 @@ class Ends:
         return (same[0] if same else None), replace(mark, reason=reason + likewise)
 
     def _after(self, round_: int) -> str:
-        """Return what the round after this one resumed from."""
+        """Return what the round after this one resumed from, and whether agents were started for it: these ended before."""
         rounds = self._job.rounds
         following = rounds[round_ + 1] if 0 <= round_ < len(rounds) - 1 else None
-        for member in following.members if following is not None else ():
+        if following is None:
+            return ""
+        who = "" if set(following.members) & set(rounds[round_].members) else "a later start "
+        for member in following.members:
             for each in self._job.agents[member].events:
-                if each.event == "checkpoint_chosen" and following is not None and each.round == following.number:
+                if each.event == "checkpoint_chosen" and each.round == following.number:
                     step = "a checkpoint" if each.step is None else f"step {each.step}"
-                    return f"resumed from {'nothing' if each.path is None else step}"
+                    return f"{who}resumed from {'nothing' if each.path is None else step}"
         return ""
 
 
@@ -329,7 +332,9 @@ def _notes(job: Aligned) -> tuple[str, ...]:
     nodes = len({agent.node for agent in job.agents}) - len(job.alone)
     dropped = sum(event.count for _, event in job.all("events_dropped"))
     torn = sum(agent.events[0].event != "agent_started" for agent in job.agents)
+    silent = any(job.all("first_step")) and not any(job.all("checkpoint_saved"))
     notes = {
+        "No save was reported, so none is shown: agents hear of Checkpointer's, and where a script calls report_saved().": silent,
         f"The clocks of {nodes} nodes are aligned by the starts of their rounds: the largest correction is "
         f"{job.correction:.3f} s, and at most {job.residual:.3f} s stay unexplained.": nodes > 1,
         f"These share no round with the others, so their own clocks count: {', '.join(job.alone)}.": job.alone,

@@ -56,6 +56,14 @@ def test_the_two_kinds(tmp_path, capsys):
     assert ElementTree.fromstring((tmp_path / "life.svg").read_text()).tag == "{http://www.w3.org/2000/svg}svg"
 
 
+def test_unreported_checkpoints_are_not_counted_as_none(tmp_path, capsys):
+    lines = [line for line in EVENTS.read_text().splitlines(keepends=True) if '"checkpoint_saved"' not in line]
+    (tmp_path / "e.jsonl").write_text("".join(lines))
+    _, out, _ = run(capsys, tmp_path / "e.jsonl", "-o", tmp_path / "life.svg")
+    assert out.endswith("3 rows, 3 failures, no checkpoint reported\n")
+    assert "No save was reported" in (tmp_path / "life.svg").read_text()
+
+
 def test_the_picture_of_the_docs_is_current(tmp_path, capsys):
     """`make pictures` records both. To draw it alone: elastic-ext timeline tests/data/timeline_events.jsonl -o FILE."""
     assert run(capsys, EVENTS, "-o", tmp_path / "life.svg")[0] == 0

@@ -106,6 +106,7 @@ def test_the_spans_of_an_agent_that_restarts():
         (STOPPING, 30, 31),
     ]
     assert made.saved == ((5, "step 40"),)
+    assert not any("No save" in note for note in made.notes)
     (end,) = made.interruptions
     assert (end.at, end.row, end.rank, end.round, end.kind, end.decision) == (7, 0, 0, 1, "crash", "restart")
     assert end.after == "resumed from step 40"
@@ -195,6 +196,7 @@ def test_a_job_begun_again_has_two_first_rounds():
             agent = Agent(node, pid=7 + start)
             agent.at(start, "agent_started")
             agent.joins(start + 1, 1, rank)
+            agent.at(start + 1, "checkpoint_chosen", path="/c/step_40" if start else None, step=40 if start else 0)
             agent.at(start + 20, "preemption_noticed", signal="SIGTERM")
             agent.at(start + 21, "workers_stopped")
             agent.at(start + 22, "agent_ended", state="signalled", exit_code=75)
@@ -206,6 +208,8 @@ def test_a_job_begun_again_has_two_first_rounds():
         ("preemption", pytest.approx(45), "left with exit code 75"),
     ]
     assert made.interruptions[0].reason == "its agent received SIGTERM; likewise 1 other"
+    assert [each.after for each in made.interruptions] == ["a later start resumed from step 40", ""], "these agents had ended"
+    assert any("No save was reported" in note for note in made.notes)
     assert len(made.rows) == 2
     assert (GONE, 22.0, 25.0) in states(made.rows[0])
     assert made.headline.endswith(", 1 restart, ended: signalled with exit code 75")

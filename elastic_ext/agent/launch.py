@@ -28,7 +28,7 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import elastic_ext
 from elastic_ext.base import contracts, errors, files, isolated
-from elastic_ext.base.printable import printable, redacted, shown
+from elastic_ext.base.printable import NO_RUN_IDS, printable, redacted, shown
 from elastic_ext.base.settings import ENV_PREFIX, SECRET_VARIABLES, Settings
 from elastic_ext.failures.evidence import exit_status
 from elastic_ext.failures.policy import NO_LIMIT
@@ -236,10 +236,9 @@ def start_line(backend: str, run_id: str, metrics: str | None, settings: Setting
         begins = f"resumes from {redacted(resumed.path)}, step {'unknown' if resumed.step is None else resumed.step}"
     else:
         begins = f"starts from nothing: {redacted(resumed.reason)}"
+    known = "no --rdzv-id" if run_id in NO_RUN_IDS else f"run id {run_id}"
     served = metrics or ("not served" if settings.metrics_port is not None else "off")
-    return printable(
-        f"elastic_ext {elastic_ext.__version__} supervises this run: {backend}, run id {run_id}, metrics {served}, {begins}"
-    )
+    return printable(f"elastic_ext {elastic_ext.__version__} supervises this run: {backend}, {known}, metrics {served}, {begins}")
 
 
 @dataclass(frozen=True)

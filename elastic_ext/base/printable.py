@@ -20,6 +20,7 @@ _SECRET_OPTION = re.compile(
 
 _SECRET_VARIABLE = re.compile(r"KEY|SECRET|TOKEN|PASSW|CREDENTIAL", re.IGNORECASE)
 SECRET_CHARACTERS = 6  # shorter values occur by chance in too many texts
+NO_RUN_IDS = ("", "none")  # of a job that got no `--rdzv-id`: torch calls it "none"
 MOST_RANKS = 8  # and runs of them, that a text names
 
 
@@ -36,6 +37,11 @@ def counted(number: int, what: str) -> str:
     """Return e.g. "1 node" or "2 nodes"; what: the singular, whose first word gets the s."""
     first, *rest = what.split(" ")
     return " ".join((str(number), first if number == 1 else f"{first}s", *rest))
+
+
+def named_job(run_id: str) -> str:
+    """Return e.g. "job j1"."""
+    return "job without --rdzv-id" if run_id in NO_RUN_IDS else f"job {run_id}"
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 from elastic_ext.base import files, records
 from elastic_ext.base.errors import EX_CONFIG, EX_UNAVAILABLE, UsageError
-from elastic_ext.base.printable import counted, shown
+from elastic_ext.base.printable import counted, named_job, shown
 from elastic_ext.cli import Commands, job_source, print_error
 from elastic_ext.failures import case, classify, policy, user_rules
 from elastic_ext.rendezvous import job_status, running_job
@@ -144,7 +144,8 @@ def as_text(line: Line, terminal: Terminal) -> str:
 def job_lines(document: Document, terminal: Terminal) -> Iterator[Line]:
     """Return the document as lines. They may hold what others wrote; `as_text` makes that safe to show."""
     job = document.job
-    yield (f"job {job.run_id} ({job.backend}): ", BOLD), (job.state, TONES.get(job.state, BOLD)), (f", round {job.round}", PLAIN)
+    name, tone = f"{named_job(job.run_id)} ({job.backend}): ", TONES.get(job.state, BOLD)
+    yield (name, BOLD), (job.state, tone), (f", round {job.round}", PLAIN)
     if job.headline:
         yield ((f"  {job.headline}", BOLD),)
     if job.reason:

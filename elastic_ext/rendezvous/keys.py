@@ -63,7 +63,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from elastic_ext.base.errors import UsageError
-from elastic_ext.base.printable import printable
+from elastic_ext.base.printable import NO_RUN_IDS, printable
 from elastic_ext.base.records import MAX_NAME, is_name
 
 ROOT = "/elastic_ext/"
@@ -82,7 +82,7 @@ def checked(run_id: str) -> str:
 
 def checked_given(run_id: str) -> str:
     """Return the run id of a job on etcd. Raises UsageError: see `checked`; or the user has given none."""
-    if run_id in ("", "none"):
+    if run_id in NO_RUN_IDS:
         raise UsageError(
             "ext_etcd needs --rdzv-id: without one, two jobs would share their state; give each job its own (on Kubernetes "
             "PET_RDZV_ID from the UID of the Job or JobSet, see entrypoints/kubernetes)"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from elastic_ext.base.diagnosis import HANG, NODE_LOST, PREEMPTION, USER_STOP
-from elastic_ext.base.printable import counted
+from elastic_ext.base.printable import counted, named_job
 from elastic_ext.events.event_table import MEMBERSHIP
 from elastic_ext.telemetry import goodput
 from elastic_ext.timeline.events import Agent, Aligned, TimelineEvent, aligned
@@ -325,7 +325,8 @@ def _headline(job: Aligned, length: float) -> str:
     last = max(job.agents, key=lambda agent: agent.last.at)
     code = f" with exit code {last.end.exit_code}" if last.end is not None and last.end.exit_code else ""
     end = "as of its last event" if last.end is None else f"ended: {last.end.state}{code}"
-    return f"Job {last.last.run_id}: {offset(length, length)}, {counted(max(0, len(job.rounds) - 1), 'restart')}{charged}, {end}"
+    restarts = counted(max(0, len(job.rounds) - 1), "restart")
+    return f"J{named_job(last.last.run_id)[1:]}: {offset(length, length)}, {restarts}{charged}, {end}"
 
 
 def _notes(job: Aligned) -> tuple[str, ...]:

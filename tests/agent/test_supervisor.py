@@ -168,6 +168,11 @@ def test_what_the_start_line_says(conf, metrics, resumed, end):
     assert start_line("ext_etcd", "job1", metrics, settings.read(conf, {}), resumed).endswith(end)
 
 
+@pytest.mark.parametrize(("run_id", "said"), [("job1", "ext_c10d, run id job1, "), ("none", "ext_c10d, no --rdzv-id, ")])
+def test_a_run_without_id_is_not_called_none(run_id, said):
+    assert said in start_line("ext_c10d", run_id, None, settings.read({}, {}), Resumption())
+
+
 @pytest.mark.full
 def test_a_survivors_failing_cleanup_is_not_the_cause(tmp_path):
     """It raises what would be a code bug, while it answers the SIGTERM that another worker's death brought it."""

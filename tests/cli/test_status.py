@@ -166,6 +166,10 @@ def test_a_job_without_leases_is_judged_by_verdicts():
     assert built(job(HEADER, **gone)).job.state == "recovering"  # the header outlives the nodes for a while
 
 
+def test_a_job_without_id_is_not_called_none():
+    assert printed(built(dataclasses.replace(job(), run_id="none")))[0].startswith("job without --rdzv-id (")
+
+
 def test_a_job_without_agents_does_not_recover():
     """With 75, say: the round is broken, and no agent is there any more, or only one that still shows its page."""
     left = job(dataclasses.replace(HEADER, state=State.BROKEN, reason="n0 leaves: SIGTERM"), nodes={}, assignments={})

@@ -61,6 +61,15 @@ def opened(browser: Any, url: str, size: dict[str, int] = DESKTOP, scheme: str =
     return page
 
 
+def test_a_job_without_run_id_is_named_so(browser: Any) -> None:
+    shown = document(1)
+    with served(replace(shown, job=replace(shown.job, run_id="none"))) as url:
+        page = opened(browser, url)
+        assert page.inner_text("#name") == "job without --rdzv-id"
+        assert page.title() == "job without --rdzv-id: running"
+        page.close()
+
+
 @pytest.mark.seam
 def test_text_of_others_stays_text(browser: Any) -> None:
     hostile = HTML + "</script><script>window.owned = 1</script>\"'>&lt;"

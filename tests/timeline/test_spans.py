@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -111,6 +112,8 @@ def test_the_spans_of_an_agent_that_restarts():
     assert (end.at, end.row, end.rank, end.round, end.kind, end.decision) == (7, 0, 0, 1, "crash", "restart")
     assert end.after == "resumed from step 40"
     assert made.headline == "Job job: 31 s, 1 restart (1 of 3 charged), ended: succeeded"
+    unnamed = spans.timeline([replace(each, run_id="none") for each in read(one_crash())])
+    assert unnamed.headline.startswith("Job without --rdzv-id: 31 s, ")
     assert made.trained == pytest.approx((5.5 + 8) / 31)
     assert [(each.state, each.begin, each.end) for each in made.job][1] == (TRAINING, 1.5, 7)
 

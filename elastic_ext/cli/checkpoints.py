@@ -148,6 +148,7 @@ def _resumes_from(choice: decisions.Choice, storage: Storage, pattern: str) -> s
 
 
 _UNSHOWN = ("entry", "family", "together", "apart", "compared")
+PASSED_OVER = "passed over: no save of it is recorded, as of a copy that somebody made"
 HEADER = ("", "name", "step", "epoch", "gen", "ranks", "size", "format", "known", "marks", "state")
 
 
@@ -158,6 +159,8 @@ def _columns(rows: Sequence[catalogue.ListedCheckpoint], chosen: str | None) -> 
         numbers = ["-" if value is None else str(value) for value in (row.step, row.epoch, row.generation, row.ranks)]
         size = "-" if row.size is None else format_size(row.size)
         star, name, state = "*" if row.entry.path == chosen else "", shown(row.name), shown(row.state)
+        if row.foreign and row.complete and not star:
+            state += f"; {PASSED_OVER}"
         lines.append((star, name, *numbers, size, row.format, row.known.value, marks or "-", state))
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEADER) - 1)]
     return [

@@ -19,7 +19,7 @@ from elastic_ext.checkpoints.choice.listing import (
 )
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import candidates, detect
-from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, order_of, step_of
+from elastic_ext.checkpoints.formats.candidates import UNKNOWN, Inspection, numbers_of, order_of, step_of
 from elastic_ext.checkpoints.record.stored import RecordBook, RecordVerdict, Trust
 from elastic_ext.checkpoints.storage import Entry, Storage
 
@@ -44,6 +44,7 @@ class ListedCheckpoint(upkeep.PruneCandidate):
     size: int | None  # bytes; None if unknown
     known: Known  # how it is known
     ranks: int | None  # number of ranks that wrote it, by the record; None if it is not recorded
+    foreign: bool = False  # the job has saved others, and this is none of them: see `choice.recorded`
 
     @property
     def prune_candidate(self) -> upkeep.PruneCandidate:
@@ -62,6 +63,7 @@ def list_checkpoints(
     trackers = read_trackers(storage, listed)
     present = judged(candidates_among(listed, pattern), listed, trackers)
     beside = _beside(storage, listed)
+    foreign = _foreign(present, beside.book, pattern)
     others = left_out_of(present, listed) if pattern else []
     if beside.book is not None:
         present = rank_files.joined(present, beside.book, pattern)
@@ -85,9 +87,23 @@ def list_checkpoints(
         row = replace(row, family=family.pattern, together=group, apart=apart.get(group, ""), linked=beside.is_linked(entry))
         mark = own_files.quarantine_of(storage, entry.name) if entry.name in beside.quarantined else None
         bad = mark is not None and mark.holds(inspection.written_at)
-        row = replace(row, pinned=entry.name in beside.pinned, quarantined=bad)
+        row = replace(row, pinned=entry.name in beside.pinned, quarantined=bad, foreign=entry.name in foreign)
         found.append(row)
     return tuple(found)
+
+
+def _foreign(present: Sequence[Entry], book: RecordBook | None, pattern: str) -> frozenset[str]:
+    """Return the names of what no job resumes from while it has a save of its own: not recorded, nor newer by its number."""
+    found, recorded = set[str](), False
+    if book is None:
+        return frozenset()
+    for members in (kind.members for kind in rank_files.kinds_of(present, book, pattern).values()):
+        known = [(save, numbers_of(each.name)) for each in members if (save := book.known(each)) is not None]
+        recorded = recorded or bool(known)
+        newest = max(known)[1] if known else None
+        others = (each for each in members if book.known(each) is None)
+        found |= {each.name for each in others if newest is None or numbers_of(each.name) <= newest}
+    return frozenset(found) if recorded else frozenset()
 
 
 def _row(entry: Entry, seen: Inspection, alone: Inspection, verdict: RecordVerdict | None, pattern: str) -> ListedCheckpoint:

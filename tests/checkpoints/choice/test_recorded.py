@@ -590,6 +590,21 @@ def test_what_ls_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "proved" in capsys.readouterr().out
 
 
+def test_ls_says_why_a_copy_is_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, 100, 200).record()
+    for name in ("step_200.bak", "step_50", "step_300"):  # the last one may be the next save, killed before it was recorded
+        shutil.copytree(tmp_path / "step_200", tmp_path / name)
+    assert main.main(["checkpoints", "ls", str(tmp_path)]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "passed over: no save of it is recorded" in line]
+    assert {line.split()[0] for line in said} == {"step_200.bak", "step_50"}
+
+
+def test_ls_passes_nothing_over_without_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder(tmp_path / "step_100", *FILES, at=100)
+    assert main.main(["checkpoints", "ls", str(tmp_path)]) == 0
+    assert "passed over" not in capsys.readouterr().out
+
+
 def test_prune_takes_only_what_is_recorded(tmp_path: Path) -> None:
     trained(tmp_path, 300, 400, 500).record()
     for step in (100, 200):

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "events": "base",
     "telemetry": "base events workers",
     "http": "base",
-    "status": "base failures rendezvous rows telemetry",
+    "status": "base failures rendezvous telemetry",
     "timeline": "base events telemetry",
     "failures": "base",
     "workers": "base",

@@ -51,9 +51,9 @@ def of_events(path: str | None, source: Source, round_: Callable[[], int]) -> Ev
 
 def of_recoveries(version: str, source: Source) -> RecoveryReceiver:
     """Return what gets the agent's recoveries as spans."""
-    # A program that has made a provider of its own has imported OpenTelemetry.
-    if "opentelemetry.trace" not in sys.modules and not otel.asking(os.environ, otel.TRACES):
+    asked = bool(otel.exporters(os.environ, otel.TRACES))
+    if not asked and "opentelemetry.trace" not in sys.modules:  # a program that has made a provider of its own has imported it
         return NoReceiver()
     from elastic_ext.events.spans import Spans
 
-    return Spans(version, source)
+    return Spans(version, source, asked)

@@ -3,7 +3,7 @@
 Nothing here needs OpenTelemetry to be installed. Spans go to the tracer provider of the process: a program that calls
 `elastic_launch` has its own, and `opentelemetry-instrument torchrun ...` makes one. Plain torchrun has none, and no code of the
 user runs in it. There the agent makes one for itself, by the variables of the OpenTelemetry specification, if one of them asks
-for traces (`otel.asking`).
+for traces (`otel.exporters`).
 
 Each recovery is a trace of its own, with a link to the span that has started the job, as TRACEPARENT names it. That span is no
 parent: a job may run for weeks after it has ended, and where it was not sampled, no recovery would be. The specification (Links
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -39,15 +38,13 @@ CARRIER = {"TRACEPARENT": "traceparent", "TRACESTATE": "tracestate"}
 class Spans:
     """Turns recoveries into spans, in a thread of its own; does nothing without OpenTelemetry."""
 
-    def __init__(self, version: str, source: Source) -> None:
+    def __init__(self, version: str, source: Source, asked: bool) -> None:
+        """asked: whether the variables ask for spans; else the process may have a provider of its own."""
         self._version, self._source = version, source
         self._tracer: Tracer | None = None
         self._links: list[Link] = []
         self._flush: Callable[[], object] = lambda: None  # of a provider that is ours
         self._outbox: Outbox[tuple[PastRecovery, float]] | None = None
-        asked = bool(otel.exporters(os.environ, otel.TRACES))
-        if not asked and "opentelemetry.trace" not in sys.modules:
-            return  # a program that has made a provider has imported it
         try:
             from opentelemetry import trace
         except ImportError:

@@ -18,7 +18,6 @@ from elastic_ext.base.printable import counted, cut, shown
 from elastic_ext.base.records import Count, NameOrEmpty, Rank, Ratio, RecordError, Seconds, Within
 from elastic_ext.failures.ledger import JobVerdict, Ledger
 from elastic_ext.failures.policy import NO_LIMIT, Action
-from elastic_ext.features.stragglers.rows import Straggler
 from elastic_ext.rendezvous.job_status import JobStatus
 from elastic_ext.rendezvous.round_records import Header, State
 from elastic_ext.status import headline
@@ -55,6 +54,33 @@ def gauges_of(values: Mapping[str, float]) -> tuple[ScriptGauge, ...]:
     """Return the first MAX_GAUGES of these values by name."""
     fitting = [ScriptGauge(name, f"{value:.6g}") for name, value in values.items() if len(name) <= MAX_GAUGE]
     return tuple(fitting[:MAX_GAUGES])
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank, or a host (rank -1), that is late: it issues the collectives of a step later than the others."""
+
+    node: NameOrEmpty
+    rank: Rank
+    # late_s, p90_s: per step, median and 90th percentile
+    late_s: Seconds
+    p90_s: Seconds
+    step_s: Seconds
+    share: Ratio  # part of a step that it is late by
+    error_s: Seconds = 0.0  # by how much late_s may be wrong, because the clocks of hosts differ; 0 within a host
+
+    @property
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.node}" if self.rank >= 0 else f"{self.node}, with all its ranks,"
+
+    @property
+    def text(self) -> str:
+        clocks = f" (clocks aligned to {self.error_s * 1e3:.2g} ms)" if self.error_s else ""
+        return f"{self.who} is late by {_ms(self.late_s)} of a step of {_ms(self.step_s)}: {self.share:.0%}{clocks}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from elastic_ext.base import printable, round_store
@@ -136,18 +137,20 @@ def micro_steps_of(global_batch: int, micro_batch: int, ranks: int) -> Accumulat
 
 def world_size() -> int:
     """Return the number of ranks: by torch.distributed if it is initialized, else by WORLD_SIZE, else 1. Raises UsageError."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_world_size())
-    return _whole_number("WORLD_SIZE", 1)
+    group = _initialized()
+    return int(group.get_world_size()) if group is not None else _whole_number("WORLD_SIZE", 1)
 
 
 def own_rank() -> int:
     """Return the rank of this process, by torch.distributed if it is initialized, else by RANK, else 0. Raises UsageError."""
+    group = _initialized()
+    return int(group.get_rank()) if group is not None else _whole_number("RANK", 0)
+
+
+def _initialized() -> ModuleType | None:
+    """Return torch.distributed if it has a process group."""
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank())
-    return _whole_number("RANK", 0)
+    return distributed if distributed is not None and distributed.is_available() and distributed.is_initialized() else None
 
 
 def _whole_number(name: str, least: int) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from elastic_ext.events import otel
+from elastic_ext.events import otel, receivers, spans
 from elastic_ext.events.event_table import Source
 
 SOURCE = Source("job", "n1", 7)
@@ -34,6 +36,16 @@ ANY = "OTEL_EXPORTER_OTLP_ENDPOINT"
 def test_who_asks_for_them(environ, traces, metrics):
     assert otel.exporters(environ, otel.TRACES) == traces
     assert otel.exporters(environ, otel.METRICS) == metrics
+
+
+@pytest.mark.parametrize(("exporter", "sends"), [("otlp", True), ("none", False)])
+def test_spans_are_made_only_where_wanted(monkeypatch, exporter, sends):
+    """The endpoint alone may ask for metrics."""
+    monkeypatch.delitem(sys.modules, "opentelemetry.trace", raising=False)
+    monkeypatch.setattr(spans, "Outbox", lambda send, name: None)  # a thread
+    monkeypatch.setenv(ANY, "http://x")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", exporter)
+    assert isinstance(receivers.of_recoveries("1", SOURCE), receivers.NoReceiver) is not sends
 
 
 def test_an_exporter_that_is_not_installed(monkeypatch, caplog):

@@ -27,11 +27,10 @@ from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.base.printable import shown
 from elastic_ext.features.stragglers import decide
 from elastic_ext.features.stragglers.decide import Alignment, Late, NodeSample, Ping, RankSample, Streak
-from elastic_ext.features.stragglers.rows import Straggler
 from elastic_ext.rendezvous.address import machine
 from elastic_ext.rendezvous.contract import Rendezvous
 from elastic_ext.rendezvous.drains import Answer
-from elastic_ext.status.job_status import NodeReport
+from elastic_ext.status.job_status import NodeReport, Straggler
 from elastic_ext.workers import worker_env
 
 logger = logging.getLogger(__name__)

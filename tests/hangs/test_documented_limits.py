@@ -6,8 +6,9 @@ import re
 
 import pytest
 
+from elastic_ext.base.diagnosis import HANG
 from elastic_ext.hangs import detector
-from elastic_ext.hangs.detector import WAIT_FLOOR_S, WaitFor
+from elastic_ext.hangs.detector import WAIT_FLOOR_S, Stuck, WaitFor
 from tests.jobs import ROOT
 
 PAGE = (ROOT / "elastic_ext" / "docs" / "hangs.md").read_text()
@@ -23,6 +24,17 @@ def test_limits_of_the_hang_table():
         *(detector.IDLE_FLOOR_S, detector.WORKING_FLOOR_S, detector.START_FLOOR_S),
     )
     assert shown == [*(LIMITS[limit_s] for limit_s in floors), "more"]
+
+
+def test_the_first_steps_quote_what_is_logged():
+    steps = PAGE.partition("\n## ")[2].partition("\n## ")[0]
+    assert steps.startswith("Your job hangs: do this\n")
+    stack = 'File "/x/torch/distributed/distributed_c10d.py", line 3252 in all_reduce'
+    logged = Stuck(0, 31, 60.2, condition="asleep", stack=f"Current thread 0x1 (most recent call first):\n  {stack}\n").reason
+    logged += f" (kind {HANG}, rule hang)"
+    quoted = [each for each in re.findall("`(.*?)`", steps) if " " in each]
+    assert quoted == ["made no progress", "waits for other ranks", "kind hang"]
+    assert all(each in logged for each in quoted)
 
 
 @pytest.mark.parametrize(

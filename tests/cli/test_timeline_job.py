@@ -69,10 +69,10 @@ class Nodes:
 
 
 def told_of_the_lost_node(endpoint: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What explain says of each verdict of kind network: the line with the cause."""
+    """What explain says of each verdict on a lost node: the line with the cause."""
     assert main.main(["explain", f"--rdzv-endpoint={endpoint}", "--rdzv-id=llama-70b"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    return [line for line, after in itertools.pairwise(lines) if after.startswith("  kind network")]
+    return [line for line, after in itertools.pairwise(lines) if after.startswith("  kind node_lost")]
 
 
 @pytest.mark.full

@@ -235,7 +235,7 @@ def test_a_delay_beyond_the_collective_timeout(tmp_path: Path) -> None:
         nodes.leave()
         assert len(check_curve(first.out, tmp_path)) == 1
         kinds = {each["kind"] for name in nodes.jobs for each in nodes.events(name, "decision")}
-        assert kinds <= {"network", "hang", "cascade"}
+        assert kinds <= {"network", "node_lost", "hang", "cascade"}
         assert kinds
 
 

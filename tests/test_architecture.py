@@ -47,7 +47,7 @@ PURE = (
     *(f"failures/{name}.py" for name in ("classify", "history", "ledger", "policy", "rules")),
     *(f"failures/{name}.py" for name in ("abort_lines", "fingerprints", "servers", "traceback_forms", "tracebacks")),
     *("failures/joint_evidence.py", "rendezvous/configuration.py", "rendezvous/drains.py", "rendezvous/rounds.py"),
-    *("rendezvous/board.py", "rendezvous/topics.py"),
+    *("rendezvous/board.py", "rendezvous/topics.py", "base/save_cost.py"),
     *("own_etcd/endpoint.py", "own_etcd/decisions.py"),
     *(f"timeline/{name}.py" for name in ("events", "spans", "svg", "trace")),
     *("telemetry/goodput.py", "status/headline.py", "status/job_status.py", "events/event_table.py"),
@@ -254,7 +254,8 @@ def test_torchs_private_names_are_used_in_one_file():
     assert {name for name, path in modules().items() if private(path)} <= {"elastic_ext.base.torch_private"}
 
 
-SAME_NAME = {"SaveOnDemand": "of Hugging Face's Trainer and of Lightning: a script imports one of them"}
+OF_TRAINERS = "of Hugging Face's Trainer, of Lightning, of accelerate: a script imports one of them"
+SAME_NAME = {"SaveOnDemand": OF_TRAINERS, "Resilience": OF_TRAINERS}
 
 
 def test_a_class_name_means_one_thing():

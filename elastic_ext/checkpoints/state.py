@@ -22,12 +22,9 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import hashlib
 import io
 import logging
 import pickle
-import random
-import sys
 from collections import ChainMap, Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +42,7 @@ from torch.optim import Optimizer
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.checkpoints.directory.own_files import checksum_of
+from elastic_ext.training import generators
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +176,7 @@ def capture(objects: Objects, rank: int, accumulation: int) -> Capture:
         own["gradients"] = sorted(local)
     if objects.dataloader is not None:
         own["dataloader"] = objects.dataloader.state_dict()
-    own["generators"] = take_generators()  # last: getting a data loader's state may draw from them
+    own["generators"] = generators.take()  # last: getting a data loader's state may draw from them
     return Capture(tensors, shared, own)
 
 
@@ -356,57 +354,6 @@ def _moment(name: str, key: str, value: Tensor, parameter: nn.Parameter) -> Mome
 def _in_order(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters in the order of their indices in `Optimizer.state_dict`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-# The random generators of this process: python, numpy if loaded, torch on the CPU and on this rank's CUDA device.
-
-Generators = Mapping[str, Any]
-
-
-def take_generators() -> Generators:
-    """Return the state of all generators that training may draw from."""
-    state: StateDict = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        state["numpy"] = sys.modules["numpy"].random.get_state()
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
-
-
-def restore_generators(state: Generators) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(state["numpy"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-
-
-def restore_after_iter(loader: Any, state: Generators) -> None:
-    """Restore the state again after the loader makes its next iterator, whose seed was already drawn before the save.
-
-    This uses one private name of torch, DataLoader._get_iterator, which torchdata also has.
-    """
-    make = getattr(loader, "_get_iterator", None)
-    if make is None:
-        return
-
-    def once() -> object:
-        del loader._get_iterator  # exposes the class's method again
-        iterator: object = make()
-        restore_generators(state)
-        return iterator
-
-    loader._get_iterator = once
-
-
-def seed_generators(*parts: object) -> None:
-    """Seed all generators of a rank without a saved state. The seed depends only on `parts`, not on the machine."""
-    number = int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big")  # numpy takes 32 bits
-    random.seed(number)
-    torch.manual_seed(number)  # also seeds CUDA
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(number)
 
 
 Tensors = dict[str, Tensor]  # of one object, by key

@@ -1,9 +1,6 @@
 """How often one rank copies its state to memory, by what it measures. Pure, standard library only: the planner asks, too.
 
-How often a job fails is not known, only for how long it has not: that stands for the mean time between failures in Young's
-interval of least expected cost. At any constant rate of failures this costs a third more than the best interval does. Two bounds
-on the cost hold besides, so that a failure loses a few steps however rare it is. Every rank gets the same answer from the same
-timings of all ranks.
+What it may cost is in `base.save_cost`. Every rank gets the same answer from the same timings of all ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +12,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from elastic_ext.base.save_cost import SHARE, interval_by_age_s, interval_by_share_s
+
 logger = logging.getLogger(__name__)
 
-SHARE = 0.01  # of the time of the steps that copies may hold up training
-# However long nothing fails. At 0.001, a job of 64 GPUs lost more to copies than stock loses in all (benchmarks/simulate.py).
-LEAST_SHARE = 0.0003
 MARGIN = 1.25  # a copy should be committed before the next one begins, with some time left
 FIRST_EVERY = 10  # steps, until something is measured
 MAX_DOUBLINGS = 6  # of the interval while copies fail: 64 times as long
@@ -81,9 +77,9 @@ def _affordable(timings: Sequence[Timing]) -> tuple[int, str]:
         return FIRST_EVERY, "nothing is measured yet"
     step_s, slowest = min(steps), max(measured, key=lambda each: each.held_s)
     commit_s = max(max(each.commit_s or 0.0, each.send_s) for each in timings)
-    by_stall, by_commit = math.ceil(slowest.held_s / (SHARE * step_s)), math.ceil(MARGIN * commit_s / step_s)
+    by_stall, by_commit = math.ceil(interval_by_share_s(slowest.held_s) / step_s), math.ceil(MARGIN * commit_s / step_s)
     age_s = min(each.age_s for each in timings)
-    by_age = math.ceil(min(math.sqrt(2 * slowest.held_s * age_s), slowest.held_s / LEAST_SHARE) / step_s)
+    by_age = math.ceil(interval_by_age_s(slowest.held_s, age_s) / step_s)
     if by_commit > max(by_stall, by_age):
         return by_commit, f"a copy is committed after {commit_s:.3g} s, and a step takes {step_s:.3g} s"
     waits = f" and waits for {slowest.wait_s:.3g} s" if slowest.wait_s else ""

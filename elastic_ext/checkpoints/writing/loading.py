@@ -18,6 +18,7 @@ from elastic_ext.checkpoints.ranks import CheckpointError, Directories, LocalTie
 from elastic_ext.checkpoints.storage import Storage, open_parent
 from elastic_ext.checkpoints.writing.dcp_files import read_objects, read_tensors
 from elastic_ext.checkpoints.writing.saving import SHARED_FILE, rank_file
+from elastic_ext.training import generators
 from elastic_ext.training.progress import this_worker
 
 logger = logging.getLogger(__name__)
@@ -339,14 +340,14 @@ class Loader:
         ranks.run_on_all(lambda: state.restore(objects, tensors, saved))
         dataloader = ranks.run_on_all(lambda: self._put_dataloader(saved.own_states, same))
         if same:
-            generators = saved.own_states[ranks.rank]["generators"]
-            state.restore_generators(generators)  # last: the steps before may draw from them
+            before = saved.own_states[ranks.rank]["generators"]
+            generators.restore(before)  # last: the steps before may draw from them
             if dataloader:
-                state.restore_after_iter(objects.dataloader, generators)
+                generators.restore_after_iter(objects.dataloader, before)
         else:
             ways = (name, manifest.world_size, ranks.world)
             logger.warning("%s was saved by %s ranks and is loaded by %s: random generators are reseeded", *ways)
-            state.seed_generators(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
+            generators.seed(manifest.step, manifest.accumulation, ranks.rank, ranks.world)
         self.loaded, self.copy = name if storage in self._directories else None, ""
         logger.info("loaded %s: step %s, epoch %s", storage.path(name), manifest.step, manifest.epoch)
         return TrainingPosition(

@@ -4,14 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from elastic_ext.base.save_cost import LEAST_SHARE, SHARE
 from elastic_ext.checkpoints.memory.pace import (
     BUFFERS_HOLD_S,
     FIRST_EVERY,
     HOLD_S,
     LEAST_SEND_S,
-    LEAST_SHARE,
     MARGIN,
-    SHARE,
     Schedule,
     StepTimes,
     Timing,

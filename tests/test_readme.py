@@ -188,6 +188,16 @@ def test_the_callbacks_are_used_as_shown():
     assert all("resume_from" not in line or line[line.index("elastic_ext") :] in jobs for line in shown)
 
 
+def test_recipes_of_trainers_are_those_that_ran():
+    job = (ROOT / "tests" / "scripts" / "resilient_job.py").read_text()
+    page = (reference.DOCS / "trainers.md").read_text()
+    assert [line for line in page.splitlines() if line.startswith("from ") and line not in job] == []
+    for call in ("output_dir=elastic_ext.save_dir()", "ckpt_path=elastic_ext.resume_from()", "saves.step_ended(step)"):
+        assert call in page
+        assert call in job
+    assert all("Not run: " in each or "(not run)" in each or "dcp" in each[:10] for each in page.split("\n## ")[2:])
+
+
 def test_what_scripts_may_call_is_there():
     named = set(re.findall(r"\belastic_ext\.([a-zA-Z]\w+)", README + DOCS))
     groups = {"agent", "rules", "formats", "training", "run_id", "node"}  # packages, entry-point groups, attributes of spans

@@ -56,6 +56,7 @@ class Resumption:
     # By rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
     files: Mapping[int, str] = field(default_factory=dict)
     save_number: int | None = None  # see `checkpoints.agreement.messages.Agreement`
+    rounds: int = 0  # the number of the last round that a record of saves in any node's `local_dir` knows. Only node 0 knows
 
     @property
     def at(self) -> int | None:

@@ -66,6 +66,7 @@ class Offers:
     # The node has memory for copies, even if it holds none; without it, no round of it may resume from one.
     has_memory: bool = False
     saved: NewestSaved | None = None  # the newest checkpoint that the node knows of; None: it cannot know
+    rounds: records.Count = 0  # the number of the last round in the record of saves in its local directory
 
 
 @dataclass(frozen=True)

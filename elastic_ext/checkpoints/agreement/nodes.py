@@ -36,7 +36,7 @@ from elastic_ext.checkpoints.choice.decisions import Choice, Resume
 from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import Inspection, order_of, order_or_oldest
-from elastic_ext.checkpoints.record.stored import known_saves
+from elastic_ext.checkpoints.record.stored import known_saves, newest_attempt
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,8 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
         exchange.publish(messages.encode(messages.failure(error)))
         raise
     exchange.publish(messages.encode(agreement))
-    return replace(side.resumption(agreement), lost=side.lost)
+    rounds = max((each.rounds for each in received), default=0)
+    return replace(side.resumption(agreement), lost=side.lost, rounds=rounds)
 
 
 T = TypeVar("T")
@@ -161,6 +162,7 @@ class _NodeSide:
             refused=place.refused,
             has_memory=self._memory is not None,
             saved=place.saved,
+            rounds=_rounds(self._local),
         )
 
     def received(self, exchange: Exchange) -> list[Offers]:
@@ -285,6 +287,15 @@ def _listed(own: Storage | None, what: str) -> tuple[tiers.Offer, ...] | None:
     except OSError as error:
         logger.warning("cannot list %s: %s", what, error)
         return None
+
+
+def _rounds(local: Storage | None) -> int:
+    """Return the number of the last round that is recorded in the local directory."""
+    try:
+        return newest_attempt(known_saves(local).values()) if local is not None else 0
+    except OSError as error:
+        logger.warning("the record of saves in local_dir cannot be listed: %s", error)
+        return 0
 
 
 def _from_memory(choice: messages.MemoryChoice) -> Agreement | None:

@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+from elastic_ext.agent.beginning import RoundBeginning
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace
 from elastic_ext.agent.feature import Feature, RoundParts
 from elastic_ext.base import errors, records, round_store, threads
@@ -74,8 +75,14 @@ class SavePost:
 class SaveWatch(Companion):
     """Records the saves of one round, on a thread of its own: a storage or store that hangs must not block the loop."""
 
-    def __init__(self, place: RoundPlace, storage: Storage, journals: Mapping[int, str], local: Storage | None = None) -> None:
-        """journals: by local rank their paths, as in the workers' messages. local: `local_dir`, if saves there are recorded."""
+    def __init__(
+        self, place: RoundPlace, storage: Storage, journals: Mapping[int, str], local: Storage | None = None, rounds: int = 0
+    ) -> None:
+        """journals: by local rank their paths, as in the workers' messages. local: `local_dir`, if saves there are recorded.
+
+        rounds: see `Resumption`.
+        """
+        self._rounds = rounds
         self._place, self._storages = place, [storage, *([local] if local is not None else [])]
         self._tails = {local_rank: JournalTail(path) for local_rank, path in journals.items()}
         self._fault = ""  # the first one of a journal or post
@@ -170,7 +177,7 @@ class SaveWatch(Companion):
 
     def _record(self) -> None:
         posts = _Posts(self._place)
-        keeping = _keeping(self._storages, self._place.world)
+        keeping = _keeping(self._storages, self._place.world, self._rounds)
         over = False
         while not over:
             over = self._over.wait(LOOK_S)
@@ -409,9 +416,12 @@ class _Keeping:
                     self._forget(entry)
 
 
-def _keeping(storages: Sequence[Storage], world: int) -> _Keeping:
-    """Return what keeps the record of a round in these directories, which have one number for it. Raises OSError."""
-    least = 1 + max(newest_attempt(known_saves(each).values()) for each in storages)
+def _keeping(storages: Sequence[Storage], world: int, rounds: int = 0) -> _Keeping:
+    """Return what keeps the record of a round in these directories, which have one number for it. Raises OSError.
+
+    rounds: the number of the last round that other records know.
+    """
+    least = 1 + max(rounds, *(newest_attempt(known_saves(each).values()) for each in storages))
     attempts = [AttemptRecord(each, world, least) for each in storages]
     shared, *local = [each.before for each in attempts]
     return _Keeping(attempts, RoundProof(shared, world, {**shared, **(local[0] if local else {})}), storages)
@@ -432,6 +442,11 @@ class _Due:
 class RecordOfSaves(Feature):
     """Has the workers note what they save, and records it."""
 
+    _rounds = 0  # see `Resumption`
+
+    def round_begins(self, beginning: RoundBeginning) -> None:
+        self._rounds = beginning.checkpoint.rounds
+
     def message(self) -> Mapping[str, object]:
         return {"saves_below": addresses(self.parts.settings)}
 
@@ -441,4 +456,4 @@ class RecordOfSaves(Feature):
             return None
         local = open_storage(settings.local_dir) if settings.local_dir is not None and round_.place.nodes == 1 else None
         journals = {each: str(message["journal"]) for each, message in round_.messages.items() if "journal" in message}
-        return SaveWatch(round_.place, open_storage(settings.checkpoint_dir), journals, local)
+        return SaveWatch(round_.place, open_storage(settings.checkpoint_dir), journals, local, self._rounds)

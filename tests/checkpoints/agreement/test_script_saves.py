@@ -74,6 +74,16 @@ def test_later_saves_in_checkpoint_dir(tiers: Tiers) -> None:
     assert tiers.resumed() == "remote/checkpoint-30"
 
 
+def test_one_number_for_a_round_of_several_nodes(tiers: Tiers) -> None:
+    """None of its copies has arrived. So the record in checkpoint_dir does not know of its round, and must not count it again."""
+    for step in (20, 40):
+        save(tiers.local, step)
+    found = resumed(tiers.remote, local_dir=str(tiers.local), place=NodeInRound(nodes=2))
+    assert found.rounds == 2
+    keeping = _keeping([open_storage(str(tiers.remote))], 2, found.rounds)
+    assert keeping.attempts[0]._attempt == 3
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_of_several_nodes_each_sees_its_own_only(tiers: Tiers, nodes: int) -> None:
     """So what is on one node's disk is taken where this is the only one."""

@@ -180,14 +180,6 @@ def test_the_example_of_the_checkpointer(tmp_path, sharded):
     assert re.findall(r"step_0*(\d+)\.g\S* +\1", listed) == ["100", "80", "60"], listed
 
 
-def test_the_callbacks_are_used_as_shown():
-    shown = [line for block in blocks("python") if "SaveOnDemand" in block for line in block.splitlines()]
-    jobs = "".join((ROOT / "tests" / "scripts" / name).read_text() for name in ("hf_job.py", "lightning_job.py"))
-    assert len(shown) == 8
-    assert all(line in jobs for line in shown if line.startswith("from "))
-    assert all("resume_from" not in line or line[line.index("elastic_ext") :] in jobs for line in shown)
-
-
 def test_recipes_of_trainers_are_those_that_ran():
     job = (ROOT / "tests" / "scripts" / "resilient_job.py").read_text()
     page = (reference.DOCS / "trainers.md").read_text()

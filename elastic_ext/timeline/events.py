@@ -46,6 +46,7 @@ class TimelineEvent:
     exit_code: int | None = None
     kind: str = ""
     max_restarts: int = -1
+    save: str = ""
     node_rank: Count = 0
     path: str | None = None
     reason: str = ""

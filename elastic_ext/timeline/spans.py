@@ -104,6 +104,8 @@ def timeline(events: Sequence[TimelineEvent]) -> Timeline:
     saved: dict[tuple[int, int | None], tuple[float, str]] = {}
     for _, each in job.all("checkpoint_saved"):  # as the first agent of a round saw it
         saved.setdefault((each.round, each.step), (each.at, f"step {each.step}"))
+    if not saved:
+        saved = {(each.round, index): (each.at, each.save) for index, (_, each) in enumerate(job.all("save_recorded"))}
     return Timeline(
         headline=_headline(job, length),
         began_unix=job.began,
@@ -333,9 +335,9 @@ def _notes(job: Aligned) -> tuple[str, ...]:
     nodes = len({agent.node for agent in job.agents}) - len(job.alone)
     dropped = sum(event.count for _, event in job.all("events_dropped"))
     torn = sum(agent.events[0].event != "agent_started" for agent in job.agents)
-    silent = any(job.all("first_step")) and not any(job.all("checkpoint_saved"))
+    silent = any(job.all("first_step")) and not any([*job.all("checkpoint_saved"), *job.all("save_recorded")])
     notes = {
-        "No save was reported, so none is shown: agents hear of Checkpointer's, and where a script calls report_saved().": silent,
+        "No save is known, so none is shown: agents hear of Checkpointer's, and record what is saved in checkpoint_dir.": silent,
         f"The clocks of {nodes} nodes are aligned by the starts of their rounds: the largest correction is "
         f"{job.correction:.3f} s, and at most {job.residual:.3f} s stay unexplained.": nodes > 1,
         f"These share no round with the others, so their own clocks count: {', '.join(job.alone)}.": job.alone,

@@ -61,7 +61,7 @@ def test_unreported_checkpoints_are_not_counted_as_none(tmp_path, capsys):
     (tmp_path / "e.jsonl").write_text("".join(lines))
     _, out, _ = run(capsys, tmp_path / "e.jsonl", "-o", tmp_path / "life.svg")
     assert out.endswith("3 rows, 3 failures, no checkpoint reported\n")
-    assert "No save was reported" in (tmp_path / "life.svg").read_text()
+    assert "No save is known" in (tmp_path / "life.svg").read_text()
 
 
 def test_the_picture_of_the_docs_is_current(tmp_path, capsys):

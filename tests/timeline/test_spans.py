@@ -212,10 +212,21 @@ def test_a_job_begun_again_has_two_first_rounds():
     ]
     assert made.interruptions[0].reason == "its agent received SIGTERM; likewise 1 other"
     assert [each.after for each in made.interruptions] == ["a later start resumed from step 40", ""], "these agents had ended"
-    assert any("No save was reported" in note for note in made.notes)
+    assert any("No save is known" in note for note in made.notes)
     assert len(made.rows) == 2
     assert (GONE, 22.0, 25.0) in states(made.rows[0])
     assert made.headline.endswith(", 1 restart, ended: signalled with exit code 75")
+
+
+def test_recorded_saves_where_none_is_reported():
+    """Else each would be shown twice."""
+    agent = Agent("a")
+    agent.at(0, "agent_started")
+    agent.joins(1, 1, 0)
+    agent.at(3, "save_recorded", save="checkpoint-10", step=10)
+    assert spans.timeline(read(agent)).saved == ((pytest.approx(3), "checkpoint-10"),)
+    agent.at(4, "checkpoint_saved", step=20, seconds=0.5)
+    assert spans.timeline(read(agent)).saved == ((pytest.approx(4), "step 20"),)
 
 
 def test_a_lost_node_goes_when_peers_stop():

@@ -17,7 +17,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +25,9 @@ from elastic_ext.agent.beginning import RoundBeginning
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace
 from elastic_ext.agent.feature import Feature, RoundParts
 from elastic_ext.base import errors, records, round_store, threads
+from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.copying import notes
+from elastic_ext.checkpoints.formats.candidates import step_of
 from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail, SavePath
 from elastic_ext.checkpoints.record.proof import RecordedSave, RoundProof
 from elastic_ext.checkpoints.record.stored import AttemptRecord, known_saves, newest_attempt
@@ -76,13 +78,19 @@ class SaveWatch(Companion):
     """Records the saves of one round, on a thread of its own: a storage or store that hangs must not block the loop."""
 
     def __init__(
-        self, place: RoundPlace, storage: Storage, journals: Mapping[int, str], local: Storage | None = None, rounds: int = 0
+        self,
+        place: RoundPlace,
+        storage: Storage,
+        journals: Mapping[int, str],
+        local: Storage | None = None,
+        rounds: int = 0,
+        proved: Callable[[SavePath, Storage], None] = lambda entry, storage: None,
     ) -> None:
         """journals: by local rank their paths, as in the workers' messages. local: `local_dir`, if saves there are recorded.
 
-        rounds: see `Resumption`.
+        rounds: see `Resumption`. proved: called with each entry that was recorded as proved, and its directory.
         """
-        self._rounds = rounds
+        self._rounds, self._proved = rounds, proved
         self._place, self._storages = place, [storage, *([local] if local is not None else [])]
         self._tails = {local_rank: JournalTail(path) for local_rank, path in journals.items()}
         self._fault = ""  # the first one of a journal or post
@@ -177,7 +185,7 @@ class SaveWatch(Companion):
 
     def _record(self) -> None:
         posts = _Posts(self._place)
-        keeping = _keeping(self._storages, self._place.world, self._rounds)
+        keeping = _keeping(self._storages, self._place.world, self._rounds, self._proved)
         over = False
         while not over:
             over = self._over.wait(LOOK_S)
@@ -313,12 +321,13 @@ class _Posts:
 class _Keeping:
     """Lists what is proved, and writes it once the list counts. `now` is monotonic seconds; infinity: it is the last time.
 
-    attempts: the record in each directory. storages: these.
+    attempts: the record in each directory. storages: these. proved: see `SaveWatch`.
     """
 
     attempts: Sequence[AttemptRecord]
     proof: RoundProof
     storages: Sequence[Storage]
+    proved: Callable[[SavePath, Storage], None]
     # By order: the save, its files, and the question that all nodes must have answered.
     _listed: dict[int, tuple[RecordedSave, Mapping[str, Entry], int]] = field(default_factory=dict)
     _written: dict[SavePath, RecordedSave] = field(default_factory=dict)  # by entry
@@ -362,6 +371,7 @@ class _Keeping:
                 with self._tried(entry):
                     self.attempts[entry.at].write(save, found, record.reads)
                     self._written[entry] = save
+                    self.proved(entry, self.storages[entry.at])
                     self._due[entry] = _Due(now + EVERY_S)
                     del self._listed[order]
 
@@ -416,7 +426,12 @@ class _Keeping:
                     self._forget(entry)
 
 
-def _keeping(storages: Sequence[Storage], world: int, rounds: int = 0) -> _Keeping:
+def _keeping(
+    storages: Sequence[Storage],
+    world: int,
+    rounds: int = 0,
+    proved: Callable[[SavePath, Storage], None] = lambda entry, storage: None,
+) -> _Keeping:
     """Return what keeps the record of a round in these directories, which have one number for it. Raises OSError.
 
     rounds: the number of the last round that other records know.
@@ -424,7 +439,7 @@ def _keeping(storages: Sequence[Storage], world: int, rounds: int = 0) -> _Keepi
     least = 1 + max(rounds, *(newest_attempt(known_saves(each).values()) for each in storages))
     attempts = [AttemptRecord(each, world, least) for each in storages]
     shared, *local = [each.before for each in attempts]
-    return _Keeping(attempts, RoundProof(shared, world, {**shared, **(local[0] if local else {})}), storages)
+    return _Keeping(attempts, RoundProof(shared, world, {**shared, **(local[0] if local else {})}), storages, proved)
 
 
 @dataclass(frozen=True)
@@ -456,4 +471,12 @@ class RecordOfSaves(Feature):
             return None
         local = open_storage(settings.local_dir) if settings.local_dir is not None and round_.place.nodes == 1 else None
         journals = {each: str(message["journal"]) for each, message in round_.messages.items() if "journal" in message}
-        return SaveWatch(round_.place, open_storage(settings.checkpoint_dir), journals, local, self._rounds)
+        shared = open_storage(settings.checkpoint_dir)
+        return SaveWatch(round_.place, shared, journals, local, self._rounds, self._tell)
+
+    def _tell(self, entry: SavePath, storage: Storage) -> None:
+        """Report what may be a checkpoint: logs are proved, too."""
+        found = storage.stat(entry.path)
+        if found is not None and listing.candidates_among([found], self.parts.settings.checkpoint_pattern):
+            step = step_of(entry.path, self.parts.settings.checkpoint_pattern)
+            self.parts.journal.events.emit("save_recorded", save=entry.path, step=step)

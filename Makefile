@@ -4,10 +4,12 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 READY = $(VENV)/.ready
+# With less in it, or the same: what a job needs.
+INSTALLED = $(VENV)/.installed
 
 .PHONY: demo system check test test-all ci chaos lint matrix bench report pictures reference site clean
 
-demo: $(READY) ## run the main job, kill a worker, show the recovery
+demo: $(INSTALLED) ## run the main job, kill a worker, show the recovery
 	$(PY) entrypoints/demo.py
 
 system: ## what the tests need from Debian, if it is missing; needs root, and changes the machine
@@ -63,8 +65,12 @@ SITE ?= build/site
 site: $(READY) ## the pages as a static site with search, and llms.txt; a dead link or anchor fails it
 	$(PY) -m mkdocs build --site-dir $(SITE)
 
-$(READY): pyproject.toml
+$(INSTALLED): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --editable '.[demo]'
+	touch $(INSTALLED)
+
+$(READY): $(INSTALLED)
 	$(PY) -m pip install --quiet --editable '.[dev]'
 	$(PY) -m pip install --quiet --no-deps --upgrade --target $(VENV)/trainer-2.1.0 kubeflow-trainer-api==2.1.0
 	touch $(READY)

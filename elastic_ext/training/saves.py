@@ -22,6 +22,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 
 from elastic_ext.base import contracts, errors, round_store
 from elastic_ext.training.progress import Worker, this_worker
@@ -145,12 +146,23 @@ def save_dir(otherwise: str = "") -> str:
     otherwise: the directory without an agent, or where its job has no `checkpoint_dir`; "": this raises UsageError then.
     """
     found = os.environ.get(contracts.SAVE_DIR) or os.environ.get(contracts.CHECKPOINT_DIR) or otherwise
+    if found and found == os.environ.get(contracts.LOCAL_DIR):
+        with suppress(OSError):  # there is no room for the note, and so for no save
+            note_used(found)
     if not found:
         raise errors.UsageError(
             "save_dir() knows no directory, because no agent with a checkpoint_dir runs this script: set checkpoint_dir, or call "
             'save_dir("DIRECTORY")'
         )
     return found
+
+
+def note_used(local_dir: str) -> None:
+    """Note that this script saves there, so all of it is copied at the end: `used` in `checkpoints.copying.notes`."""
+    folder = os.path.join(local_dir, ".elastic_ext")
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, "used"), "a"):
+        pass
 
 
 def resume_from() -> str | None:

@@ -162,7 +162,7 @@ class _NodeSide:
             refused=place.refused,
             has_memory=self._memory is not None,
             saved=place.saved,
-            rounds=_rounds(self._local),
+            rounds=_rounds(self._local, self._settings),
         )
 
     def received(self, exchange: Exchange) -> list[Offers]:
@@ -185,7 +185,9 @@ class _NodeSide:
 
         Raises as `agree` does, and OSError if the storage does not answer and must be waited for.
         """
-        saved = self._from_script()
+        choice = self._from_script()
+        self._remote.local = choice
+        saved = agreement_of(choice.resume, Tier.LOCAL) if choice is not None and choice.resume is not None else None
         if saved is None and not any(each.offers or each.memory for each in received):
             return self._remote.newest(None)
         away = self._remote.refresh()
@@ -202,20 +204,21 @@ class _NodeSide:
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
         return agreement
 
-    def _from_script(self) -> Agreement | None:
-        """Return the newest that a script has saved in `local_dir` in its own way, if this is the only node."""
+    def _from_script(self) -> Choice | None:
+        """Return the choice among what a script has saved in `local_dir` in its own way, if this is the only node."""
         if self._local is None or self._place.nodes > 1:
             return None
+        settings, verify = self._settings, verifying.Mode(self._settings.verify)
         try:
-            if not known_saves(self._local) or tiers.own_checkpoints(self._local):
+            if not known_saves(self._local):
                 return None
-            verify = verifying.Mode(self._settings.verify)
-            choice = listing.newest_in(self._local, listing.Wanted(pattern=self._settings.checkpoint_pattern, verify=verify))
+            wanted = listing.Wanted(pattern=settings.checkpoint_pattern, verify=verify, of_scripts=True)
+            choice = listing.newest_in(self._local, wanted)
         except (OSError, UsageError) as error:
             logger.warning("not resuming from local_dir %s: %s", self._settings.local_dir, error)
             return None
         _log_passed_over(choice)
-        return agreement_of(choice.resume, Tier.LOCAL) if choice.resume is not None else None
+        return choice
 
     def _without_storage(self, away: OSError, memory: messages.MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
@@ -289,10 +292,12 @@ def _listed(own: Storage | None, what: str) -> tuple[tiers.Offer, ...] | None:
         return None
 
 
-def _rounds(local: Storage | None) -> int:
-    """Return the number of the last round that is recorded in the local directory."""
+def _rounds(local: Storage | None, settings: Settings) -> int:
+    """Return the number of the last round that is recorded in `local_dir`, also where rounds do not resume from it (None)."""
+    if settings.local_dir is None:
+        return 0
     try:
-        return newest_attempt(known_saves(local).values()) if local is not None else 0
+        return newest_attempt(known_saves(local or open_storage(settings.local_dir)).values())
     except OSError as error:
         logger.warning("the record of saves in local_dir cannot be listed: %s", error)
         return 0
@@ -327,6 +332,7 @@ class RemoteTier:
         self._place = place
         self._settings, self._checkpoint_dir, self._run_id = settings, checkpoint_dir, run_id
         self._entries: list[Entry] = []
+        self.local: Choice | None = None  # among what a script has saved in `local_dir`
         self.has_answered = False  # whether `refresh` has listed it
         self.quarantined: frozenset[str] = frozenset()  # the names of checkpoints that must not be used, by the last `refresh`
 
@@ -377,6 +383,8 @@ class RemoteTier:
         _log_passed_over(choice)
         if choice.resume is not None:
             return self._agreement(choice.resume)
+        if self.local is not None and (self.local.question or self.local.all_bad) and not (choice.question or choice.all_bad):
+            choice = self.local
         if self._settings.resume_from == listing.NONE:
             return Agreement("", reason="resume_from=none")
         if choice.all_bad:
@@ -426,6 +434,8 @@ def newer(one: Agreement, other: Agreement) -> Agreement:
         return one
     if one.save_number is not None and other.save_number is not None:
         return other if other.save_number > one.save_number else one
+    if one.step is not None and other.step is not None and (order_of(one.name) is None) != (order_of(other.name) is None):
+        return other if other.step > one.step else one
     if order_of(other.name) is None:
         return other if other.step is not None and one.step is not None and other.step > one.step else one
     return other if order_or_oldest(other.name) > order_or_oldest(one.name) else one

@@ -42,6 +42,7 @@ class Wanted:
     # Consider only checkpoints written after this time, in seconds since the epoch by the clock of the storage.
     since: float | None = None
     without: str = ""  # name of one that is left out
+    of_scripts: bool = False  # leave out those of `Checkpointer`
 
 
 def newest_complete(checkpoint_dir: str, wanted: Wanted = Wanted()) -> Choice:
@@ -66,7 +67,9 @@ def newest_in(storage: Storage, wanted: Wanted = Wanted()) -> Choice:
     found = judged(candidates_among(listed, wanted.pattern), listed, trackers)
     if wanted.resume_from and not any(wanted.resume_from == each.name for entry in found for each in (entry, *entry.parts)):
         found += [each for each in listed if each.name == wanted.resume_from and not (each.unusable or is_hidden(each.name))]
-    found = [each for each in found if each.name != wanted.without]
+    found = [
+        each for each in found if each.name != wanted.without and not (wanted.of_scripts and order_of(each.name) is not None)
+    ]
     if wanted.since is not None:
         # of a directory that is written over in place the time does not change
         found = [entry for entry in found if entry.is_dir or entry.mtime is None or entry.mtime > wanted.since]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from elastic_ext.base import contracts, errors, isolated, log_records, records, waits, wakeup
 from elastic_ext.base.settings import Settings
-from elastic_ext.checkpoints.copying import replicate
+from elastic_ext.checkpoints.copying import notes, replicate, script_saves
 from elastic_ext.checkpoints.copying.replicate import FINISH, LOOK, TOKEN_ENV, UNFINISHED
 from elastic_ext.checkpoints.copying.reports import CopyState, Pulse, decode, made_progress
 from elastic_ext.checkpoints.directory import tiers
@@ -361,6 +361,13 @@ class Copier:
         """Notify the process to look, because there may be a checkpoint that its worker could no longer report."""
         self._child.order(LOOK)
 
+    def note_round(self, saves_here: bool) -> None:
+        """Note whether the script of a round that begins saves in the local directory."""
+        try:
+            notes.note_round(self._local, saves_here)
+        except OSError as error:
+            logger.warning("local_dir %s cannot be written to: %s", self._local.address, error)
+
     def abandon_newer_than(self, resumes_from: str) -> None:
         """Abandon the local checkpoints newer than the one that the workers resume from ("": from nothing)."""
         order = order_or_oldest(resumes_from.rpartition("/")[2])
@@ -399,7 +406,10 @@ class Copier:
         except OSError as error:
             logger.warning("local_dir %s cannot be listed: %s", self._local.address, error)
             names = list(last.waiting)
-        of_script = [name for name in last.waiting if order_of(name) is None]
+        try:
+            of_script = script_saves.left(self._local)
+        except OSError:
+            of_script = [name for name in last.waiting if order_of(name) is None]
         return (*(name for name in names if order_or_oldest(name) > complete and name not in self._abandoned), *of_script)
 
 

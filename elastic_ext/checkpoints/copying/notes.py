@@ -2,6 +2,8 @@
 
     .elastic_ext/copied/NAME     its content names the save that was copied last, see `identity`
     .elastic_ext/removed/NAME    a worker was seen to remove the entry
+    .elastic_ext/used            a script saves here: it has called `save_dir()`, or one of its saves was copied
+    .elastic_ext/off             this round saves elsewhere, so nothing of scripts is copied before its end
 
 So a copy is removed because a script has removed its original, and never because a disk was wiped: then the notes are gone, too.
 The agent writes the latter, the copier the former, and takes both away once the copy is removed or has a new original.
@@ -16,6 +18,7 @@ from elastic_ext.checkpoints.record.stored import KnownSave
 from elastic_ext.checkpoints.storage import Storage, remove_if_there
 
 COPIED, REMOVED = f"{MARKERS}/copied", f"{MARKERS}/removed"
+USED, OFF = f"{MARKERS}/used", f"{MARKERS}/off"
 
 
 def identity(known: KnownSave, record: bytes) -> str:
@@ -31,6 +34,24 @@ def copied_as(local: Storage, name: str) -> str:
 def note_copied(local: Storage, name: str, identity: str) -> None:
     """Raises OSError."""
     local.put(f"{COPIED}/{name}", identity.encode())
+
+
+def is_used(local: Storage) -> bool:
+    """Raises OSError."""
+    return local.stat(USED) is not None or bool(local.listed(COPIED))
+
+
+def is_off(local: Storage) -> bool:
+    """Raises OSError."""
+    return local.stat(OFF) is not None
+
+
+def note_round(local: Storage, saves_here: bool) -> None:
+    """Note where a round saves. Raises OSError."""
+    if saves_here:
+        remove_if_there(local, OFF)
+    elif not is_off(local):
+        local.put(OFF, b"")
 
 
 def note_removed(local: Storage, name: str, recorded: bool) -> None:

@@ -104,7 +104,7 @@ class Throttle:
         if now - self._pulse_at >= PULSE_S:
             self._pulse_at = now
             self._pulse(self.sent)
-        if now - self._beat_at >= HEARTBEAT_S:
+        if self.node and now - self._beat_at >= HEARTBEAT_S:
             self._beat_at = now
             self._remote.put(f"{HEARTBEATS}/{self.node}", f"{self._sent_before + self.sent} {now:.0f}".encode())
 

@@ -9,13 +9,15 @@ tiers.py        the parts of a checkpoint on the nodes' local disks, and locks t
 The files beside the checkpoints, all but UNFINISHED below `.elastic_ext/`, are hidden, so never a checkpoint. Processes of one
 job, and of later jobs, use them to inform each other about checkpoints:
 
-    quarantine/NAME.json         in the remote directory: do not resume from this checkpoint (`own_files`)
+    quarantine/NAME.json         in either directory: do not resume from this checkpoint (`own_files`)
     pin/NAME.json                in the remote directory: do not prune this checkpoint (`own_files`)
     generation-NNNNNNNN          in the remote directory: a group of workers has opened it (`generations`)
     resume_from/RUN.json         in the remote directory: the resume_from at which a run began (`agreement/`)
-    saves/ATTEMPT.ORDER.NAME     in the remote directory: what is recorded of a save of the job (`record/stored`)
+    saves/ATTEMPT.ORDER.NAME     in either directory: what is recorded of a save of the job (`record/stored`)
     copying, copying_from/NODE   in the remote directory: the checkpoint that the nodes copy there now (`copying/`)
     copied_to                    in a local directory: the remote directory that it belongs to (`tiers`)
+    held/, copied/, removed/,    in a local directory: what is copied of the saves of scripts there (`copying/`)
+    used, off
     fetched/                     in a local directory: files that other nodes sent for a load (`ranks`)
     choosing, loading/NAME       in a local directory: locks of agents that choose and workers that load (`tiers`)
 

@@ -46,9 +46,15 @@ def find(settings: Settings, nodes: int) -> SavePlace:
     local = open_storage(settings.local_dir).address
     try:
         os.makedirs(local, exist_ok=True)
-        return decide(nodes, shutil.disk_usage(local).free, _last_size(settings.local_dir), bool(settings.resume_from))
+        free, last = shutil.disk_usage(local).free, _last_size(settings.local_dir)
     except OSError as error:
         return SavePlace(False, f"it cannot be used: {error}", full=True)
+    if not last and nodes == 1:
+        try:
+            last = _last_size(settings.checkpoint_dir)
+        except OSError as error:
+            logger.debug("the size of the last save is unknown: %s", error)
+    return decide(nodes, free, last, bool(settings.resume_from))
 
 
 def _last_size(directory: str) -> int:

@@ -282,7 +282,7 @@ def copy(
     if mark:  # nothing in such a checkpoint shows that its last file is there
         target.put(mark, b"")
     total, done, sent = sum(entry.size for entry in found.values()), 0, 0
-    for file in sorted(found, key=lambda file: (_commit_rank(file), file)):
+    for file in sorted(found, key=commit_order):
         path, size, expected = (f"{name}/{file}" if checkpoint.is_dir else file), found[file].size, checksums.get(file, "")
         sent += work.copy(path, size, there.get(file), expected, by_content=_commit_rank(file) > 0)
         done += size
@@ -312,9 +312,19 @@ def copy_files(
     return sent
 
 
-def send(source: Storage, target: Storage, path: str, size: int, throttle: Throttle) -> None:
-    """Copy a file, whatever the target has there. throttle: see `copy`. Raises CopyError if its size is another one; OSError."""
-    _Copy(source, target, throttle).copy(path, size, None, "")
+def send(source: Storage, target: Storage, path: str, entry: Entry, throttle: Throttle) -> None:
+    """Copy a file, whatever the target has there. entry: as it is. throttle: see `copy`.
+
+    Raises CopyError if it is written again meanwhile: then it does not appear; OSError.
+    """
+
+    def check(size: int) -> None:
+        throttle(size)
+        now = source.stat(path)
+        if now is None or (now.size, now.mtime) != (entry.size, entry.mtime):
+            raise CopyError(f"{source.path(path)} was written again while it was copied")
+
+    _Copy(source, target, check).copy(path, entry.size, None, "")
 
 
 def _checksums(
@@ -332,6 +342,11 @@ def _checksums(
     if MANIFEST in there and target.read(path) != source.read(path):
         raise UsageError(f"{target.path(name)} is another checkpoint with the same name: remove or rename one of them")
     return checksums
+
+
+def commit_order(file: str) -> tuple[int, str]:
+    """Return a sorting key: what makes a checkpoint complete comes last."""
+    return _commit_rank(file), file
 
 
 def _commit_rank(file: str) -> int:

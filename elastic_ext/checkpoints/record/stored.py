@@ -346,8 +346,10 @@ class AttemptRecord:
         self._earlier = frozenset(self._known)
         self._older: dict[str, StoredSave] = {}  # by name: of an entry that this round has recorded, the save before that
         there = {each.name for each in storage.listed()}  # NFS may not show yet what another host has saved in the last round
-        for name in [each.name for each in self._known.values() if each.name not in there and each.attempt < self._attempt - 1]:
-            self.forget(name)
+        for each in [each for each in self._known.values() if each.name not in there and each.attempt < self._attempt - 1]:
+            save = read_save(storage, each)
+            if save is None or not save.arriving:  # a copy whose first file is not there yet
+                self.forget(each.name)
         last = {pattern_of(each.name): each for each in sorted(self._known.values())}
         read = {pattern: read_save(storage, each) for pattern, each in sorted(last.items(), key=lambda each: each[1])}
         saves = {pattern: each for pattern, each in read.items() if each is not None}
@@ -438,13 +440,15 @@ class AttemptRecord:
         self._loads = tuple(dict.fromkeys([*now, *self._loads]))[:MAX_LOADS]
         return self._loads
 
-    def forget(self, name: str) -> bool:
-        """An entry has gone: remove its file. Return whether it was recorded. Raises OSError."""
+    def knows(self, name: str) -> bool:
+        return name in self._known
+
+    def forget(self, name: str) -> None:
+        """An entry has gone: remove its file. Raises OSError."""
         known = self._known.pop(name, None)
         self._older.pop(name, None)
         if known is not None:
             self._remove(known)
-        return known is not None
 
     def _remove(self, known: KnownSave) -> None:
         try:

@@ -37,6 +37,7 @@ class CheckpointCopies(Feature):
     def round_begins(self, beginning: RoundBeginning) -> None:
         if self._copier is not None:
             self._copier.abandon_newer_than(beginning.checkpoint.path)
+            self._copier.note_round(beginning.saves_locally)
 
     def end(self, copy_s: float | None) -> tuple[str, ...]:
         return self._copier.close(copy_s) if self._copier is not None else ()

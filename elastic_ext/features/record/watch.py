@@ -414,9 +414,10 @@ class _Keeping:
         self._refused = {entry: text for entry, text in self._refused.items() if entry in there}
 
     def _forget(self, entry: SavePath) -> None:
-        recorded, storage = self.attempts[entry.at].forget(entry.path), self.storages[entry.at]
+        attempt, storage = self.attempts[entry.at], self.storages[entry.at]
         if entry.at == LOCAL and storage.stat(entry.path) is None:
-            notes.note_removed(storage, entry.path, recorded)
+            notes.note_removed(storage, entry.path, attempt.knows(entry.path))
+        attempt.forget(entry.path)  # last: the copier looks when the record changes
 
     def _note_removed(self, removed: Iterable[SavePath]) -> None:
         """Let the copier know what the script has removed from `local_dir`, also of earlier rounds."""

@@ -117,6 +117,7 @@ class ResumePoint(RoundBeginning):
         """copies: this node's copies in memory. memory: the environment variables about them. nodes: of the round."""
         super().__init__(checkpoint)
         self.place = save_place.find(settings, nodes)
+        self.saves_locally = self.place.local
         self._copies, self._memory = copies, memory or {}
         self._settings = settings
         self._pin = pin

@@ -1,0 +1,63 @@
+"""Removes the copies of a script's saves whose originals the script has removed.
+
+Invariant: only a copy is ever removed, as it was copied, and only after a worker was seen to remove its original (`notes`) and a
+newer copy can be used. What is pinned or quarantined stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from elastic_ext.checkpoints.choice import listing
+from elastic_ext.checkpoints.copying import notes
+from elastic_ext.checkpoints.copying.held import HeldSaves
+from elastic_ext.checkpoints.directory import own_files, upkeep
+from elastic_ext.checkpoints.formats import candidates
+from elastic_ext.checkpoints.record import stored
+from elastic_ext.checkpoints.record.stored import KnownSave, Trust, files_at
+from elastic_ext.checkpoints.storage import Storage, remove_if_there
+
+logger = logging.getLogger(__name__)
+
+
+def is_whole(remote: Storage, known: KnownSave) -> bool:
+    """Return whether a save in the remote directory is proved, and as it was recorded. Raises OSError."""
+    save = stored.read_save(remote, known)
+    return save is not None and stored.trust(save, files_at(remote, known.name))[0] is Trust.PROVED
+
+
+def follow_removals(local: Storage, remote: Storage, held: HeldSaves) -> None:
+    """Remove what may be removed now. held: saves that are still to be copied. Raises OSError."""
+    removed = notes.removed_names(local)
+    if not removed:
+        return
+    there, waiting = {each.name for each in listing.list_entries(local)}, {each.name for each in held.all()}
+    kept = own_files.pinned_names(remote) | own_files.quarantined_names(remote)
+    book = stored.known_saves(remote)
+    for name in removed:
+        if name in there:
+            notes.forget(local, name, copied=False)
+        elif name not in waiting and _remove_copy(remote, name, notes.copied_as(local, name), kept, book):
+            notes.forget(local, name)
+
+
+def _remove_copy(remote: Storage, name: str, identity: str, kept: Collection[str], book: dict[str, KnownSave]) -> bool:
+    """Remove a copy if that may be. Return whether there is nothing more to do. identity: of what was copied, see `notes`."""
+    known = book.get(name)
+    save = stored.read_save(remote, known) if known is not None else None
+    if known is None or save is None or not save.copied or not identity.startswith(f"{known.number:x} ") or name in kept:
+        return True  # never copied, or something else has this name there, or a person keeps it
+    found = files_at(remote, name)
+    if stored.trust(save, found)[0] is not Trust.PROVED or found.keys() != {file.name for file in save.files}:
+        return True  # others have written to it
+    newer = sorted((each for each in book.values() if each > known and each.name not in kept), reverse=True)
+    if not any(is_whole(remote, each) for each in newer):
+        return False
+    entry = candidates.entry_of(remote, name)
+    if entry is not None:
+        upkeep.delete_entry(remote, entry)
+    remove_if_there(remote, known.file)
+    del book[name]
+    logger.info("removed %s, as the script has removed its original", remote.path(name))
+    return True

@@ -3,7 +3,7 @@
     killed_job.py KIND DIRECTORY NOTES
 
 All that it saves is filled with the step of the save. As it begins, it reads what it is to resume from and notes what it found;
-then it waits until the campaign lets it train. DIRECTORY: that of the checkpoints, a path or a URL. NOTES: see killed_notes.py.
+then it waits until the campaign lets it train. DIRECTORY: that of the checkpoints, a path or a URL, or `save_dir()`. NOTES: see killed_notes.py.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def fill(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) ->
 
 def main() -> None:
     kind, directory, notes = sys.argv[1], sys.argv[2], Notes(sys.argv[3])
+    if directory == "save_dir()":
+        directory = elastic_ext.save_dir()
     if kind in ("trainer", "peft", "lightning"):
         import killed_trainers
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 from tests.chaos.kills.campaign import Campaign
+from tests.chaos.kills.local import LocalCampaign
 from tests.s3 import S3Server
 
 PLAIN = ["own", "copy", "inplace", "inplace_only", "parts", "named", "dcp", "dcp_inplace", "dcp_async", "dcp_local"]
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--all-every", type=int, default=12, help="each so many kills, the agent and all workers are killed")
     parser.add_argument("--limit", type=float, default=900, help="of each job, in seconds")
+    parser.add_argument("--local", type=Path, help="the jobs save in a local_dir below this directory, in save_dir()")
     parser.add_argument("--out", type=Path, help="where the reports go, an empty directory")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the agent is ended, too
@@ -61,8 +63,13 @@ def run(kind: str, folder: Path, args: argparse.Namespace) -> Campaign:
         s3fs.S3FileSystem.clear_instance_cache()  # each keeps the endpoint that it was made with
         bucket = server.bucket()
     try:
-        campaign = Campaign(kind, folder, args.seed, environ, bucket, args.all_every)
-        campaign.run(args.kills, args.limit)
+        if args.local:
+            with tempfile.TemporaryDirectory(prefix="kills-", dir=args.local) as local:
+                campaign: Campaign = LocalCampaign(kind, folder, args.seed, Path(local))
+                campaign.run(args.kills, args.limit)
+        else:
+            campaign = Campaign(kind, folder, args.seed, environ, bucket, args.all_every)
+            campaign.run(args.kills, args.limit)
     finally:
         if server is not None:
             server.stop()

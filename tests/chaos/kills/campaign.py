@@ -25,11 +25,13 @@ WORLD = 2
 START_S = 90.0  # for a start of all ranks
 COPY_AFTER = 3  # kills
 USAGE, CODE = 78, 65  # exit codes of the agent
+SAVE_DIR = "save_dir()"  # as the directory of a job: what that returns
 NONE_LEFT = "may be used"  # what it says as it ends because all checkpoints are torn
 EARLY = 0.05  # of the kills, the share that hits a rank before it trains
 PROGRESS_S = 0.4  # to train after a start without progress: three failures in a row without any end a job
 IN_SAVE = 0.7  # of the kills, the share that waits for a save to begin; the others may hit one by chance
 SAVE_S = 0.02  # about as long as a save takes
+NO_KILLS = ("none", "again", "end", "elsewhere")  # of the kinds of results
 MOST_KEPT = 6  # directories in which something was wrong
 FOREIGN = {"notes.txt": b"lr=3e-4\n", "config.json": b'{"hidden": 64}\n', "plots/loss.png": bytes(2000)}
 
@@ -67,16 +69,18 @@ class Lines:
 class Agent:
     """One agent after the other, of the same command."""
 
-    def __init__(self, kind: str, folder: Path, directory: str, environ: dict[str, str]) -> None:
-        conf = f"checkpoint_dir={directory},last_call_timeout=0.2,backoff=0"
+    def __init__(self, kind: str, folder: Path, directory: str, environ: dict[str, str], local_conf: str = "") -> None:
+        """local_conf: settings of a job that saves in local_dir; directory: its checkpoint_dir, or where it saves."""
+        conf = f"checkpoint_dir={directory},last_call_timeout=0.2,backoff=0{local_conf}"
         self._command = [*EXT, f"--nproc-per-node={WORLD}", "--max-restarts=1000000", f"--rdzv-conf={conf}"]
-        self._command += [JOB, kind, directory, str(folder / "notes")]
+        self._command += [JOB, kind, SAVE_DIR if local_conf else directory, str(folder / "notes")]
         self._folder, self._environ = folder, environ
         self.run = 0
         self.process: subprocess.Popen[bytes] | None = None
+        self.alive = False  # it was started, and not killed
 
     def start(self) -> None:
-        self.run += 1
+        self.run, self.alive = self.run + 1, True
         environ = environment(ELASTIC_EXT_STANDBY="on", KILLS_RUN=str(self.run), PYTHONDONTWRITEBYTECODE="1", **self._environ)
         with (self._folder / "agent.log").open("ab") as log:
             self.process = subprocess.Popen(self._command, env=environ, cwd=self._folder, stdout=log, stderr=log)
@@ -92,6 +96,7 @@ class Agent:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+        self.alive = False
         wait_gone(pids)
 
     def stop(self) -> None:
@@ -159,18 +164,26 @@ class Campaign:
         self._ledger = Ledger()
         self._lines, self._starts = Lines(self._folder / "notes" / "ledger"), Lines(self._folder / "notes" / "starts")
         run = self._agent.run if self._generation > 1 else 0
-        self._agent = Agent(self.kind, self._folder, self._scene.directory, self._environ)
+        self._agent = self._agent_of(self._generation)
         self._agent.run = run
         self._lines.new(), self._starts.new()
+
+    def _agent_of(self, generation: int) -> Agent:
+        return Agent(self.kind, self._folder, self._scene.directory, self._environ)
 
     def run(self, kills: int, limit_s: float) -> None:
         """Return after so many kills, or this time."""
         by = time.monotonic() + limit_s
         self._agent.start()
         try:
-            while self._number <= kills and time.monotonic() < by:
+            while time.monotonic() < by:
                 starts = self._await_start()
-                if self._judge(starts):
+                is_right = self._judge(starts)
+                if is_right and self._number >= kills:
+                    self._finish(starts)
+                if self._number >= kills:
+                    break
+                if is_right:
                     self._train_and_kill(starts)
         finally:
             (self._folder / "notes" / "stop").touch()
@@ -200,7 +213,7 @@ class Campaign:
         self._ledger.take(self._lines.new())
         code = self._agent.ended()
         if starts:
-            verdict, why = judge(starts, self._ledger, self._scene.copies, self._scene.missing())
+            verdict, why = judge(starts, self._ledger, self._copies, self._missing())
         elif code == USAGE or (code == CODE and NONE_LEFT in self._last_words()):
             verdict, why = Verdict.ASKED, f"the agent has ended with {code}: {self._last_words()}"
         else:
@@ -229,6 +242,16 @@ class Campaign:
         if result.verdict is not Verdict.RIGHT and len(bad) <= MOST_KEPT and self._scene.is_local:
             shutil.copytree(self._scene.directory, self._folder / f"kept{len(self.results)}", symlinks=True)
 
+    def _missing(self) -> list[str]:
+        return self._scene.missing()
+
+    @property
+    def _copies(self) -> dict[str, str]:
+        return self._scene.copies
+
+    def _finish(self, starts: list[Start]) -> None:
+        """The last kill was judged, and the job has begun again."""
+
     def _last_words(self) -> str:
         lines = (self._folder / "agent.log").read_text(errors="replace").splitlines()
         return " | ".join(lines[-3:])[-600:]
@@ -244,27 +267,42 @@ class Campaign:
                 self._copy()
         time.sleep(0 if self._has_gone_on else PROGRESS_S)
         time.sleep(draw.uniform(0, 0.02 if early else 1.2 if draw.random() < 0.85 else 3.0))
-        if not early and draw.random() < IN_SAVE:
-            self._await_save()
-            time.sleep(draw.uniform(0, SAVE_S))
+        if not early:
+            self._await_moment()
         self._number += 1
         self._killed_at = time.monotonic()
-        if self._number % self._all_every == 0:
-            self._hit = "all"
-            self._agent.kill(agent_first=draw.random() < 0.5)
-        else:
-            pids = [start.pid for start in starts]
-            draw.shuffle(pids)
-            pids = pids[: draw.choice((1, 2, 2))]
-            self._hit = "both" if len(pids) == WORLD else "one"
-            for pid in pids:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-                time.sleep(draw.choice((0, draw.uniform(0, 0.02))))
-        self._ledger.take(self._lines.new())
+        self._strike(starts)
         self._cut = tuple(sorted({name for _, name in self._ledger.open}))
-        if self._hit == "all":
+        if not self._agent.alive:
             self._agent.start()
+
+    def _strike(self, starts: list[Start]) -> None:
+        if self._number % self._all_every == 0:
+            self._kill_all()
+        else:
+            self._kill_ranks(starts)
+
+    def _kill_all(self) -> None:
+        self._hit = "all"
+        self._agent.kill(agent_first=self._random.random() < 0.5)
+        self._ledger.take(self._lines.new())
+
+    def _kill_ranks(self, starts: list[Start]) -> None:
+        draw = self._random
+        pids = [start.pid for start in starts]
+        draw.shuffle(pids)
+        pids = pids[: draw.choice((1, 2, 2))]
+        self._hit = "both" if len(pids) == WORLD else "one"
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(draw.choice((0, draw.uniform(0, 0.02))))
+        self._ledger.take(self._lines.new())
+
+    def _await_moment(self) -> None:
+        if self._random.random() < IN_SAVE:
+            self._await_save()
+            time.sleep(self._random.uniform(0, SAVE_S))
 
     def _await_save(self) -> None:
         """Return as a rank begins to write."""
@@ -288,7 +326,7 @@ class Campaign:
 
     def counts(self) -> Counter[str]:
         """Of the kills: by verdict, and with "all " before it those that hit the agent, too. cut: something was being saved."""
-        killed = [each for each in self.results if each.kind not in ("none", "again")]
+        killed = [each for each in self.results if each.kind not in NO_KILLS]
         found = Counter(each.verdict.value for each in killed)
         found.update(f"all {each.verdict.value}" for each in killed if each.kind == "all")
         found.update(kills=len(killed), cut=sum(bool(each.cut) for each in killed))

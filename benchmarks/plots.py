@@ -79,6 +79,7 @@ DRAWN: dict[str, Draw] = {
     "steady_state": lambda script, figure, record: script.draw(
         figure, {side: SimpleNamespace(**record[side]) for side in ("ours", "stock")}
     ),
+    "trainers": lambda script, figure, record: script.draw(figure, record),
     "stragglers": lambda script, figure, record: script.draw(figure, record),
 }
 

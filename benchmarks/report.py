@@ -96,6 +96,7 @@ BENCHMARKS = (
     Benchmark("code_bug_waste", ("elastic_ext/failures", "elastic_ext/agent")),
     Benchmark("classification", ("elastic_ext/failures",)),
     Benchmark("checkpoint_stall", SAVES),
+    Benchmark("trainers", (*SAVES, "elastic_ext/training", "elastic_ext/features", *AGENT[:1]), needs="root"),
     Benchmark("save_record", ("elastic_ext/workers/bootstrap",)),
     Benchmark("memory_tier", (*SAVES, "elastic_ext/workers/standby")),
     Benchmark("checkpoints", SAVES),

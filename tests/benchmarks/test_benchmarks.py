@@ -11,10 +11,12 @@ import pytest
 import report
 import restart
 import restart_reliability
+import trainers
 
 from tests.benchmarks.runs import BENCHMARKS, TIMEOUT_S, result
+from tests.chaos.seeded.surroundings import unavailable
 from tests.jobs import ROOT
-from tests.programs import needs
+from tests.programs import needs, required
 
 
 def test_the_page_of_results_is_up_to_date():
@@ -179,6 +181,40 @@ def test_checkpoint_stall(tmp_path):
     record = result("checkpoint_stall.py", tmp_path, "--mb=8", "--upload-mb=8", "--saves=2")
     assert all(seconds > 0 for name in ("dcp.async_save", "elastic_ext") for seconds in record[name].values())
     assert record["overlap"].keys() == {"disk", "S3"}
+
+
+@pytest.mark.full
+@pytest.mark.timeout(450)
+def test_trainers(tmp_path):
+    required(not (why := unavailable("disk slow")), why)
+    record = result("trainers.py", tmp_path, "--trainers=dcp_async", "--mb=6", "--steps=30", "--every=8")
+    row = record["rows"]["dcp_async"]
+    assert row["same_every_time"]
+    assert [len(row[way]["all_ms"]) for way in ("disk", "local")] == [3, 3]
+    for victim in trainers.VICTIMS:
+        assert row[victim]["equal"] == 1
+        assert row[victim]["lost_steps"] == row[victim]["since_save"]
+        assert row[victim]["next_step_s"] > 0
+
+
+def test_a_stall_is_what_a_save_adds():
+    """Steps of 0.1 s, and saves after every 5th that take 0.3 and 0.5 s."""
+    steps, at = [], 0.0
+    for step in range(1, 12):
+        steps.append((step, at))
+        at += 0.1 + {5: 0.3, 10: 0.5}.get(step, 0)
+    assert trainers.stalls(steps, 5) == pytest.approx([0.3, 0.5])
+    assert trainers.stalls(steps[:5], 5) == []
+
+
+def test_steps_after_the_last_save_are_lost():
+    """Step 9 had begun when the job was killed, and the new start went on after the save at step 5."""
+    notes = trainers.Notes()
+    for attempt, numbers, since in ((0, range(1, 10), 0), (1, range(6, 12), 100)):
+        for step in numbers:
+            for rank in (0, 1):
+                notes.add(f"step {attempt} {rank} {step} {(since + step) * 10**9}")
+    assert trainers.lost(trainers.Ran(notes, 9.5, 0.0), 5) == (3, 3, 99.5)
 
 
 @pytest.mark.full

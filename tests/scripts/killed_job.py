@@ -3,7 +3,8 @@
     killed_job.py KIND DIRECTORY NOTES
 
 All that it saves is filled with the step of the save. As it begins, it reads what it is to resume from and notes what it found;
-then it waits until the campaign lets it train. DIRECTORY: that of the checkpoints, a path or a URL, or `save_dir()`. NOTES: see killed_notes.py.
+then it waits until the campaign lets it train. DIRECTORY: that of the checkpoints, a
+path or a URL, or `save_dir()`. NOTES: see killed_notes.py.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from killed_notes import RANK, WORLD, Evidence, Notes, pause, states_in, steps_in
 
-KEPT, EVERY = 8, 4  # entries; steps from one to the next
+KEPT, EVERY = int(os.environ.get("KILLS_KEPT", "8")), 4  # entries; steps from one to the next
 NAMED_EVERY = 5 * EVERY  # of a job that saves in place, steps from one save under a name of its own to the next
 OWN_RANK = "rank"  # in a file that holds it: of which rank it is
 

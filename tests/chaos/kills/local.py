@@ -1,8 +1,8 @@
 """A job that saves in `save_dir()`, which is its `local_dir`: ranks, the agent, the copier and the machine are killed.
 
-A kill waits for a save to begin, for a copy to be under way, for the script to remove an old save, or for nothing. With the machine
-all that is in local_dir goes, so what had arrived in checkpoint_dir is what a restart may not pass over. At the end the job ends
-by itself: all that is in local_dir must then be in checkpoint_dir, and a restart on another machine must go on from there.
+A kill waits for a save to begin, for a copy to be under way, for the script to remove an old save, or for nothing. With the
+machine all that is in local_dir goes, so what had arrived in checkpoint_dir is what a restart may not pass over. At the end the
+job ends by itself: all that is in local_dir must then be in checkpoint_dir, and a restart on another machine goes on from there.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from tests.jobs import command_of, descendants
 
 VICTIMS = {"rank": 0.45, "copier": 0.3, "agent": 0.13, "machine": 0.12}
 MOMENTS = {"save": 0.25, "copy": 0.3, "rotation": 0.25, "any": 0.2}
-MB_S = (0, 1, 0.2)  # that the copier sends: a save has some 50 KB, so its copy takes up to 0.25 s
-MOMENT_S, AFTER_S, APART_S = 1.5, 0.05, 1.0
+MB_S = (0, 0.5, 0.1)  # that the copier sends: a save has some 50 KB, so its copy takes up to 0.5 s
+MOMENT_S, PROGRESS_S, AFTER_S, APART_S = 1.5, 20.0, 0.05, 1.0
 END_S = 120.0  # for a job that was told to end
 COPIER = "replicate"  # in its command line
 
@@ -39,7 +39,7 @@ class LocalCampaign(Campaign):
         """local: where the directories of this campaign go that stand for local disks."""
         self._local_root, self._moment = local, "any"
         self._safe: dict[str, int] = {}  # by name, the step of what had arrived in checkpoint_dir when a machine was lost
-        super().__init__(kind, folder, seed, {})
+        super().__init__(kind, folder, seed, {"KILLS_KEPT": "2"})
 
     def _agent_of(self, generation: int) -> Agent:
         self._local = Scene(str(self._local_root / f"local{generation}"))
@@ -68,6 +68,8 @@ class LocalCampaign(Campaign):
 
     def _await_moment(self) -> None:
         draw = self._random
+        if not self._has_gone_on:  # a third failure without progress would end the job
+            self._await(self._saved, PROGRESS_S)
         self._moment = draw.choices(list(MOMENTS), list(MOMENTS.values()))[0]
         if self._moment == "save":
             self._await_save()
@@ -75,14 +77,18 @@ class LocalCampaign(Campaign):
             self._moment = "any"
         time.sleep(draw.uniform(0, AFTER_S))
 
-    def _await(self, seen: Callable[[], bool]) -> bool:
+    def _await(self, seen: Callable[[], bool], limit_s: float = MOMENT_S) -> bool:
         """Return whether this was seen before the time was up."""
-        by = time.monotonic() + MOMENT_S
+        by = time.monotonic() + limit_s
         while time.monotonic() < by and self._agent.ended() is None:
             if seen():
                 return True
             time.sleep(0.0005)
         return False
+
+    def _saved(self) -> bool:
+        self._ledger.take(self._lines.new())
+        return self._ledger.expected > self._step
 
     def _copying(self) -> bool:
         with suppress(FileNotFoundError):
@@ -163,20 +169,19 @@ class LocalCampaign(Campaign):
         code = poll(self._agent.ended, lambda found: found is not None, time.monotonic() + END_S)
         self._ledger.take(self._lines.new())
         left = different(Path(self._local.directory), Path(self._scene.directory))
-        wrong = f"the agent has ended with {code}: {self._last_words()}" if code else f"not in checkpoint_dir: {left}" if left else ""
+        wrong = f"not in checkpoint_dir: {left}" if left else ""
+        if code != 0:
+            wrong = f"the agent has ended with {code}: {self._last_words()}"
         took_s = time.monotonic() - self._killed_at
         verdict = Verdict.WRONG if wrong else Verdict.RIGHT
         self._add(Result(self._number, "end", (), verdict, wrong or "all is in checkpoint_dir", restart_s=took_s))
-        self._wipe_nothing_expected_less()
+        expected = dict(self._ledger.whole)
+        self._wipe()
+        self._ledger.whole = expected
         stop.unlink()
         self._hit = "elsewhere"
         self._agent.start()
         self._judge(self._await_start())
-
-    def _wipe_nothing_expected_less(self) -> None:
-        expected = dict(self._ledger.whole)
-        self._wipe()
-        self._ledger.whole = expected
 
     def counts(self) -> Counter[str]:
         """And by victim, by moment, and both."""

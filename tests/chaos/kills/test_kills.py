@@ -9,6 +9,7 @@ import pytest
 
 from tests.chaos.kills.campaign import Campaign
 from tests.chaos.kills.judging import Ledger, Start, Verdict, judge
+from tests.chaos.kills.local import LocalCampaign, different
 
 LINES = """begin 0 4 step_4
 begin 1 4 step_4
@@ -74,3 +75,28 @@ def test_three_kills_of_a_job(tmp_path: Path, kind: str) -> None:
     campaign.run(kills=3, limit_s=300)
     counts = campaign.counts()
     assert (counts["kills"], counts["right"]) == (3, 3), campaign.results
+
+
+def test_what_checkpoint_dir_lacks_is_named(tmp_path: Path) -> None:
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    for folder in (local / "step_4", remote / "step_4", local / ".elastic_ext", remote):
+        folder.mkdir(parents=True, exist_ok=True)
+    for path in (
+        local / "step_4" / "a",
+        local / "step_4" / "b",
+        local / "final",
+        local / ".elastic_ext" / "own",
+        remote / "more",
+    ):
+        path.write_text("x")
+    (remote / "step_4" / "a").write_text("x")
+    (remote / "step_4" / "b").write_text("y")
+    assert different(local, remote) == ["final", "step_4/b"]
+
+
+@pytest.mark.full
+def test_two_kills_of_a_job_in_local_dir(tmp_path: Path) -> None:
+    campaign = LocalCampaign("own", tmp_path / "own", seed=1, local=tmp_path / "local")
+    campaign.run(kills=2, limit_s=300)
+    counts = campaign.counts()
+    assert (counts["kills"], counts["right"], counts["of elsewhere, right"]) == (2, 2, 1), campaign.results

@@ -262,11 +262,16 @@ def draw(figure: Any, record: Mapping[str, Any]) -> None:
     stall, lost = figure.subplots(1, 2)
     names, height = [NAMES[trainer] for trainer in rows], 0.38
     pairs = (
-        (stall, "stall of a save, ms", [("disk", "disk"), ("local", "memory")], "stall_ms"),
-        (lost, "from the kill to the next new step, s", [(victim, victim) for victim in VICTIMS], "next_step_s"),
+        (stall, "stall of a save, ms", [("disk", "disk", "#b0b0b0"), ("local", "memory", "#2e7d4f")], "stall_ms"),
+        (
+            lost,
+            "from the kill to the next new step, s",
+            [("worker", "worker", "#2e7d4f"), ("agent", "agent", "#9cc9ae")],
+            "next_step_s",
+        ),
     )
     for axes, title, sides, key in pairs:
-        for offset, (side, label), color in zip((-height / 2, height / 2), sides, ("#b0b0b0", "#2e7d4f"), strict=True):
+        for offset, (side, label, color) in zip((-height / 2, height / 2), sides, strict=True):
             values = [row[side][key] for row in rows.values()]
             bars = axes.barh([at + offset for at in range(len(rows))], values, height, label=label, color=color)
             axes.bar_label(bars, [f" {value:.0f}" if value >= 10 else f" {value:.1f}" for value in values], fontsize=8)

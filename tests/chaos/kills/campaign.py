@@ -176,12 +176,12 @@ class Campaign:
         by = time.monotonic() + limit_s
         self._agent.start()
         try:
-            while time.monotonic() < by:
+            while True:
                 starts = self._await_start()
-                is_right = self._judge(starts)
-                if is_right and self._number >= kills:
+                is_right, is_last = self._judge(starts), self._number >= kills or time.monotonic() >= by
+                if is_right and is_last:
                     self._finish(starts)
-                if self._number >= kills:
+                if is_last:
                     break
                 if is_right:
                     self._train_and_kill(starts)

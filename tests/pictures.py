@@ -23,7 +23,16 @@ RESULTS = "benchmarks/results"
 DRAWN = (
     *("busy/restart", "checkpoints", "classification", "code_bug_waste", "compressed", "embedded/node_loss", "gpu/restart"),
     *("growth", "handlers", "hangs", "integrity", "long/hangs", "memory_tier", "node_loss", "overhead", "rendezvous", "restart"),
-    *("restart_reliability", "save_record", "scrape_load", "simulate", "steady_state", "stragglers", "trainers", "warm/node_loss"),
+    *(
+        "restart_reliability",
+        "save_record",
+        "scrape_load",
+        "simulate",
+        "steady_state",
+        "stragglers",
+        "trainers",
+        "warm/node_loss",
+    ),
 )
 MEASURED = ("checkpoint_stall", "own_etcd", "verdict")
 MOST_BYTES = 150_000  # of a PNG

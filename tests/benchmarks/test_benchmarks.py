@@ -193,7 +193,8 @@ def test_trainers(tmp_path):
     assert [len(row[way]["all_ms"]) for way in ("disk", "local")] == [3, 3]
     for victim in trainers.VICTIMS:
         assert row[victim]["equal"] == 1
-        assert row[victim]["lost_steps"] == row[victim]["since_save"]
+        [lost], [since] = row[victim]["lost_steps"], row[victim]["since_save"]
+        assert lost in (since, since + 8), "the last save, or the one before it: it may still have been written"
         assert row[victim]["next_step_s"] > 0
 
 

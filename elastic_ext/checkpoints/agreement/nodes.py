@@ -33,6 +33,7 @@ from elastic_ext.checkpoints.agreement import messages
 from elastic_ext.checkpoints.agreement.messages import Agreement, NewestSaved, Offers, Tier
 from elastic_ext.checkpoints.choice import hints, listing, rank_files
 from elastic_ext.checkpoints.choice.decisions import Choice, Resume
+from elastic_ext.checkpoints.copying import notes
 from elastic_ext.checkpoints.directory import own_files, tiers
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import Inspection, order_of, order_or_oldest
@@ -210,8 +211,8 @@ class _NodeSide:
             return None
         settings, verify = self._settings, verifying.Mode(self._settings.verify)
         try:
-            if not known_saves(self._local):
-                return None
+            if not (known_saves(self._local) or notes.is_used(self._local)):
+                return None  # it is for `Checkpointer` only
             wanted = listing.Wanted(pattern=settings.checkpoint_pattern, verify=verify, of_scripts=True)
             choice = listing.newest_in(self._local, wanted)
         except (OSError, UsageError) as error:

@@ -16,6 +16,7 @@ from elastic_ext.checkpoints.directory import own_files, save_place
 from elastic_ext.checkpoints.storage import LocalStorage, open_storage
 from elastic_ext.features.record.watch import _keeping
 from elastic_ext.features.resume.watch import ResumePoint
+from elastic_ext.training.saves import note_used
 from tests.checkpoints.choice.scenes import flip, resumed
 from tests.checkpoints.copying.test_script_saves import save, torch_file
 from tests.checkpoints.record.recording import Script
@@ -101,6 +102,33 @@ def test_a_damaged_one_is_passed_over(tiers: Tiers) -> None:
     Script(tiers.local).saves(40, "model_40.pt").steps(41).record()
     flip(tiers.local / "model_40.pt", 40)
     assert tiers.resumed() == "local/checkpoint-20"
+
+
+def unrecord(tiers: Tiers, name: str) -> None:
+    for file in (tiers.local / ".elastic_ext" / "saves").glob(f"*.{name}"):
+        file.unlink()
+
+
+def test_the_agent_was_killed_before_it_recorded(tiers: Tiers) -> None:
+    """And the script has removed the save before: what is there counts by its format."""
+    save(tiers.local, 20)
+    tiers.copy()
+    save(tiers.local, 40)
+    unrecord(tiers, "checkpoint-40")
+    assert tiers.resumed() == "local/checkpoint-40"
+    shutil.rmtree(tiers.local / "checkpoint-20")
+    unrecord(tiers, "checkpoint-20")
+    assert tiers.resumed() == "local/checkpoint-40"
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_without_any_record(tiers: Tiers, used: bool) -> None:
+    """If a script has asked where to save, what is there may be its own."""
+    save(tiers.local, 20)
+    unrecord(tiers, "checkpoint-20")
+    if used:
+        note_used(str(tiers.local))
+    assert tiers.resumed() == ("local/checkpoint-20" if used else "")
 
 
 def test_what_only_began_to_arrive(tiers: Tiers) -> None:

@@ -64,7 +64,7 @@ def run(options: Sequence[str], processes: int, flaky: dict[str, str], counts: C
         print(f"{' '.join(options)}: {(time.monotonic() - began) / 60:.1f} min, {(cpu() - cpu_s) / 60:.1f} CPU-min", flush=True)
         if code in (0, TESTS_FAILED):
             counts.update(counted(report))
-        if code != TESTS_FAILED:
+        if code != TESTS_FAILED or not path.exists():  # none failed: a module could not be imported
             return code
         failures = {each["test"]: each["log"] for each in map(json.loads, path.read_text().splitlines())}
     if len(flaky) + len(failures) > MAX_FLAKY:

@@ -222,10 +222,8 @@ class ScriptSaves:
         lost = [file.name for file in each.save.files if file.name not in there or there[file.name].size != file.size]
         if lost:
             raise FileNotFoundError(f"{self._remote.path(each.name)} lacks files that were just copied there: {lost[0]}")
-        if any(
-            there[file.name].mtime is None for file in each.save.files
-        ):  # this storage keeps no times: nothing can be recorded
-            remove_if_there(self._remote, each.known.file)
+        if any(there[file.name].mtime is None for file in each.save.files):
+            remove_if_there(self._remote, each.known.file)  # this storage keeps no times, so nothing can be recorded
             return
         files = tuple(replace(file, mtime=there[file.name].mtime or 0.0) for file in each.save.files)
         self._put_record(each, replace(each.save, files=files, copied=True), stored.known_saves(self._remote))

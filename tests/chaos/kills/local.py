@@ -18,8 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from elastic_ext.checkpoints.copying.held import HELD
 from elastic_ext.checkpoints.copying.notes import COPIED
-from elastic_ext.checkpoints.copying.script_saves import HELD
 from elastic_ext.checkpoints.directory.catalogue import list_checkpoints
 from elastic_ext.checkpoints.storage import open_storage, poll
 from tests.chaos.kills.campaign import MOST_KEPT, Agent, Campaign, Result, Scene

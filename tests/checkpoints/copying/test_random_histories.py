@@ -20,6 +20,7 @@ from tests.checkpoints.copying.test_script_saves import Counted, Killed, copier,
 from tests.checkpoints.record.recording import Script
 
 KEPT = 2  # by the script
+HISTORIES = int(os.environ.get("ELASTIC_EXT_TEST_HISTORIES", "16"))
 
 
 class History:
@@ -84,7 +85,7 @@ def read(folder: Path) -> bytes:
     return b"".join(each.read_bytes() for each in sorted(folder.iterdir()))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(HISTORIES))
 def test_random_histories(tmp_path: Path, seed: int) -> None:
     history = History(tmp_path, seed)
     for _ in range(12):

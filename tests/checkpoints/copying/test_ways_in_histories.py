@@ -12,6 +12,7 @@ import pytest
 from elastic_ext.checkpoints.copying import notes
 from elastic_ext.checkpoints.storage import LocalStorage
 from tests.checkpoints.agreement.test_script_saves import Tiers
+from tests.checkpoints.copying.test_random_histories import HISTORIES
 from tests.checkpoints.copying.test_script_saves import Counted, Killed, copier, torch_file
 from tests.checkpoints.record.recording import Script
 
@@ -92,7 +93,7 @@ class History:
 
 
 @pytest.mark.parametrize("style", ["file", "rename", "ranks", "link"])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(HISTORIES // 4))
 def test_random_histories(tmp_path: Path, style: str, seed: int) -> None:
     history = History(tmp_path, style, seed)
     for _ in range(12):

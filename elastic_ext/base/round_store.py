@@ -20,6 +20,8 @@ it, and torch's agent keeps its keys under `elastic_ext/torchelastic/`. All our 
     health/RESTARTS/N/all       "", once all have                           the last worker         workers
     saves/asked                 number of the last question: read your      agent of group rank 0   agents
                                 journals of saves again
+    saves/orders/N              a record.orders.Orders that goes with the   agent of group rank 0   agents
+                                N-th question, if nodes save apart
     saves/posted                how many posts there were                   agents                  agent of group rank 0
     saves/posts/N               a record.watch.SavePost; deleted by its     agents                  agent of group rank 0
                                 reader
@@ -68,6 +70,10 @@ def clock_answer(step: int, node: int, number: int) -> str:
 
 
 SAVES_ASKED, SAVES_POSTED = "saves/asked", "saves/posted"
+
+
+def saves_orders(question: int) -> str:
+    return f"saves/orders/{question}"
 
 
 def saves_post(number: int) -> str:

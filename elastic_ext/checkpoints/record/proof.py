@@ -114,22 +114,29 @@ class RoundProof:
         self,
         before: Mapping[str, int] = MappingProxyType({}),
         world: int = 0,
-        local: Mapping[str, int] = MappingProxyType({}),
+        apart: bool = False,
     ) -> None:
-        """before: files of the last proved save of earlier rounds with as many ranks, by its name with "#" for digits.
-
-        local: the same in the second directory, `local_dir`.
+        """before: see `know`, of the first directory.
 
         world: number of ranks. One that was not heard of has made no step; 0: only those that were heard of count.
+
+        apart: all directories but the first are of one node each.
         """
         self._fold = SaveFold()
-        known = {f"{at}/{name}": count for at, of in enumerate((before, local)) for name, count in of.items()}
-        self._judge = _Judge(self._fold, known)
+        self._judge = _Judge(self._fold, {}, apart=apart)
+        self.know(0, before)
         self._judge.steps = dict.fromkeys(range(world), 0)
         self._journals: dict[str, _Journal] = {}  # by name
         self._heard: set[int] = set()  # ranks of which a count is known
         self._held: list[tuple[OrderKey, Who, JournalLine]] = []
         self._seen: dict[int, RecordedSave] = {}  # by order: what `record` has returned last
+
+    def know(self, at: int, before: Mapping[str, int]) -> None:
+        """Take what is known of a directory from earlier rounds with as many ranks, before anything of it is proved.
+
+        before: files of the last proved save, by its name with "#" for digits.
+        """
+        self._judge.files |= {f"{at}/{name}": count for name, count in before.items()}
 
     def take(self, journals: Sequence[SaveJournal], counts: Mapping[int, int], broken: Collection[int] = ()) -> None:
         """Take what is new in the journals of workers and of their forked children.
@@ -225,6 +232,7 @@ class _Judge:
     fewer: dict[str, tuple[int, Counter[str]]] = field(default_factory=dict)  # the same: count and files of the last with fewer
     steps: dict[int, int] = field(default_factory=dict)  # of each rank, at least
     lost: str = ""  # why nothing is proved any more; empty: all that was noted is known
+    apart: bool = False  # see `RoundProof`
     proofs: dict[int, tuple[int, str]] = field(default_factory=dict)  # by order: `changes` at the proof, and why
 
     def of(self, save: OpenSave) -> tuple[bool, str]:
@@ -250,9 +258,11 @@ class _Judge:
     def _lacks(self, save: OpenSave, over: Mapping[Who, str]) -> str:
         if save.unseen:
             return "not all of it was seen to be written"
-        if save.commit != fold.REPORTED:
-            open_ones = [self._not_over(who, save.pieces[who]) for who, why in over.items() if not why]
-            missing = open_ones[0] if open_ones else self._behind(save)
+        open_ones = [self._not_over(who, save.pieces[who]) for who, why in over.items() if not why]
+        if open_ones and save.commit != fold.REPORTED:
+            return open_ones[0]
+        if not save.commit or (self.apart and save.entry.at > 0):
+            missing = self._behind(save)
             if missing:
                 return missing
         written, before = len(save.written), max((self.files.get(each, 0) for each in save.names), default=0)
@@ -285,8 +295,6 @@ class _Judge:
 
     def _behind(self, save: OpenSave) -> str:
         """Return which rank may still write; empty: none."""
-        if save.commit:
-            return ""
         known = any(name in self.files for name in save.names)  # then a piece that was never begun would be missed
         left = self.saves.ranks_left(in_handler=known)
         through = {self.saves.journals[who[0]].rank for who in save.pieces if who in self.saves.steppers}

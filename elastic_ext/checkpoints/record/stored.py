@@ -16,7 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from elastic_ext.base import records
@@ -55,6 +55,24 @@ class RecordedFile:
 
 
 @dataclass(frozen=True)
+class NodePart:
+    """Which part of a save one node has.
+
+    parts: number of nodes that have some. part: which of them this is; that of the node of the lowest group rank is 0. elsewhere:
+    the files of the other parts, without times. Of two files with one name that counts which this save has written, and then that
+    of the lower part. `elsewhere` of the other node names it, too.
+    """
+
+    part: records.Count = 0
+    parts: records.Count = 1
+    elsewhere: tuple[RecordedFile, ...] = ()
+    moment: tuple[records.Rank, ...] = ()  # see `StoredSave`
+
+
+ALL_OF_IT = NodePart()
+
+
+@dataclass(frozen=True)
 class StoredSave:
     """What is known of a save, and what was there then.
 
@@ -63,6 +81,13 @@ class StoredSave:
     number of those that were there before, and that it has not written again. loads: names, with "#" for digits, of recorded
     entries that the job's scripts were seen to read before their first step. usual: see `RecordedSave`. arriving: it is being
     copied to here, and not all of it is there. copied: it was saved in `local_dir`, and copied to here.
+
+    Of a save of several nodes, each into a `local_dir` of its own, each node's record has the files of that node: its part. See
+    `NodePart`. All parts of a save have the same `KnownSave`.
+
+    here: number of ranks of the node that has recorded it in its own `local_dir`, where the round has several nodes; 0: one node
+    has all. So a copier knows whether files of other ranks must be on other nodes. moment: the ranks that have saved entries of
+    this kind at this count, where there are several entries; each node has recorded its own.
     """
 
     proved: bool
@@ -77,6 +102,27 @@ class StoredSave:
     usual: records.Count = 0
     arriving: bool = False
     copied: bool = False
+    part: records.Count = 0
+    parts: records.Count = 1
+    elsewhere: tuple[RecordedFile, ...] = ()
+    here: records.Count = 0
+    moment: tuple[records.Rank, ...] = ()
+
+    @property
+    def as_whole(self) -> StoredSave:
+        """The same of this part alone, as if there were no others: `trust` says then whether the part is as it was recorded."""
+        return replace(self, part=0, parts=1, elsewhere=())
+
+    @property
+    def counting(self) -> tuple[RecordedFile, ...]:
+        """The files of this part that count for the whole save."""
+        others = {each.name for each in self.elsewhere}
+        return tuple(each for each in self.files if each.name not in others)
+
+    @property
+    def files_of_all(self) -> int:
+        """Number of files that it wrote; of a part, that all parts have."""
+        return self.written if self.parts == 1 else len({each.name for each in (*self.files, *self.elsewhere)})
 
     @property
     def kinds(self) -> Counter[str]:
@@ -161,6 +207,8 @@ def trust(save: StoredSave, found: Mapping[str, Entry]) -> tuple[Trust, str]:
     """Return whether a record vouches for an entry, and why not, for people. found: see `files_at`. Pure."""
     if save.arriving:
         return Trust.TORN, save.why
+    if save.parts > 1:
+        return Trust.TORN, f"it is part {save.part + 1} of {save.parts}: the others are in the local_dir of other nodes"
     differs = {each.name: text for each in save.files if (text := _differs(each, found.get(each.name)))}
     if differs and len(differs) < len(save.files):
         name, text = next(iter(differs.items()))
@@ -336,13 +384,16 @@ def _unchanged(found: Mapping[str, Entry], before: StoredSave | None) -> set[str
 
 
 class AttemptRecord:
-    """The record of one round, as it grows on the storage. One process writes it: the agent of group rank 0."""
+    """The record of one round, as it grows on the storage. One process writes it: the agent of group rank 0.
 
-    def __init__(self, storage: Storage, world: int, least: int = 1) -> None:
-        """world: number of ranks of the round. least: the number of the round, at least. Raises OSError."""
-        self._storage, self._world = storage, world
+    That in a directory of each node's own is written by that node's agent.
+    """
+
+    def __init__(self, storage: Storage, world: int, least: int = 1, here: int = 0) -> None:
+        """world: number of ranks of the round. least: its number, at least. here: see `StoredSave`. Raises OSError."""
+        self._storage, self._world, self._here = storage, world, here
         self._known = known_saves(storage)
-        self._attempt = max(least, newest_attempt(self._known.values()) + 1)
+        self._attempt = max(least, newest_attempt(self._known.values()) + 1)  # this round's number
         self._earlier = frozenset(self._known)
         self._older: dict[str, StoredSave] = {}  # by name: of an entry that this round has recorded, the save before that
         there = {each.name for each in storage.listed()}  # NFS may not show yet what another host has saved in the last round
@@ -354,9 +405,20 @@ class AttemptRecord:
         read = {pattern: read_save(storage, each) for pattern, each in sorted(last.items(), key=lambda each: each[1])}
         saves = {pattern: each for pattern, each in read.items() if each is not None}
         # files of the last save, by its name with "#" for digits, where it is proved and as many ranks wrote it
-        self.before = {pattern: each.written for pattern, each in saves.items() if each.proved and each.world == world}
+        self.before = {pattern: each.files_of_all for pattern, each in saves.items() if each.proved and each.world == world}
         self._sizes = {pattern: sum(of.size for of in each.files) for pattern, each in saves.items() if each.proved}
         self._loads = next((each.loads for each in reversed(saves.values())), ())
+        self._alone = {pattern for pattern, each in saves.items() if each.proved and each.parts == 1}
+
+    @property
+    def attempt(self) -> int:
+        """The number of the round."""
+        return self._attempt
+
+    def begin(self, attempt: int) -> bool:
+        """Take the number that the round has on all nodes, before anything is written; return whether it fits this record."""
+        self._attempt = max(self._attempt, attempt)
+        return self._attempt == attempt
 
     def listed(self, save: RecordedSave) -> dict[str, Entry]:
         """Return the files of a save; none if it is proved and they are not all there, or if it is nothing to record.
@@ -373,14 +435,14 @@ class AttemptRecord:
         known = len(found) <= MAX_FILES and all(each.mtime is not None for each in found.values())
         return found if known and (wanted <= found.keys() or not save.proved) else {}
 
-    def write(self, save: RecordedSave, found: Mapping[str, Entry], reads: Iterable[EntryRead]) -> None:
-        """Record a save, of which these files were there. Raises OSError."""
+    def write(self, save: RecordedSave, found: Mapping[str, Entry], reads: Iterable[EntryRead], of: NodePart = ALL_OF_IT) -> None:
+        """Record a save, or this node's part of it, of which these files were there. Raises OSError."""
         name = save.entry.path
         ranks = {path[len(name) + 1 :]: rank for path, rank in save.files.items()}
         files = tuple(RecordedFile(path, each.size, each.mtime or 0.0, ranks.get(path, -1)) for path, each in found.items())
         known, last = KnownSave(self._attempt, save.order, name), self._known.get(name)
         before = self._before(known, last)
-        if is_as_before(found, before):
+        if of.parts == 1 and is_as_before(found, before):
             return
         doubt = self._doubt(found, ranks.keys(), name) if save.proved else ""
         left = sorted(unwritten_of(found, save, before)) if not isinstance(self._storage, LocalStorage) else []
@@ -397,9 +459,15 @@ class AttemptRecord:
             files=files,
             loads=self._loads_with(reads),
             usual=save.usual,
+            part=of.part,
+            parts=of.parts,
+            elsewhere=of.elsewhere,
+            here=self._here,
+            moment=of.moment,
         )
         self._storage.put(known.file, records.encode(stored, SCHEMA).encode())
         self._known[name] = known
+        (self._alone.add if stored.proved and of == ALL_OF_IT else self._alone.discard)(pattern_of(name))
         if last is not None and last != known:
             self._remove(last)
 
@@ -435,6 +503,10 @@ class AttemptRecord:
         if found and (before is None or trust(before, found)[0] is not Trust.PROVED):
             self.write(save, found, reads)
 
+    def is_of_one_node(self, name: str) -> bool:
+        """Return whether the last recorded save of this kind was proved, and all of it was in this directory."""
+        return pattern_of(name) in self._alone
+
     def _loads_with(self, reads: Iterable[EntryRead]) -> tuple[str, ...]:
         now = (pattern_of(each.place.entry.path) for each in reads if each.count == 0 and each.place.entry.path in self._earlier)
         self._loads = tuple(dict.fromkeys([*now, *self._loads]))[:MAX_LOADS]
@@ -442,6 +514,9 @@ class AttemptRecord:
 
     def knows(self, name: str) -> bool:
         return name in self._known
+
+    def known(self, name: str) -> KnownSave | None:
+        return self._known.get(name)
 
     def forget(self, name: str) -> None:
         """An entry has gone: remove its file. Raises OSError."""

@@ -1,7 +1,8 @@
 """The agents' part in the record of saves: they gather what the workers of a round have noted, and record what it proves.
 
 Each agent reads the journals of its own workers. The others send theirs to the agent of group rank 0 through the round's store.
-That one decides (`checkpoints/record/proof.py`) and writes (`checkpoints/record/stored.py`).
+That one decides (`checkpoints/record/proof.py`) and writes (`checkpoints/record/stored.py`). Where each node of several saves in
+a `local_dir` of its own, it tells the others what to record there (`orders`).
 
 Invariant: what is recorded was listed after its proof, and no worker has written to it before the list was complete. A worker
 notes what it does before it does it. So the list counts once all journals were read again, and say nothing new of the entry.
@@ -17,61 +18,58 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from elastic_ext.agent.beginning import RoundBeginning
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace
 from elastic_ext.agent.feature import Feature, RoundParts
 from elastic_ext.base import errors, records, round_store, threads
 from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.copying import notes
 from elastic_ext.checkpoints.formats.candidates import step_of
 from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail, SavePath
-from elastic_ext.checkpoints.record.proof import RecordedSave, RoundProof
-from elastic_ext.checkpoints.record.stored import AttemptRecord, known_saves, newest_attempt
-from elastic_ext.checkpoints.storage import Entry, Storage, open_storage, poll
+from elastic_ext.checkpoints.record.parts import LOCAL, of_node
+from elastic_ext.checkpoints.record.proof import RoundProof
+from elastic_ext.checkpoints.storage import LocalStorage, Storage, open_storage, poll
+from elastic_ext.features.record.keeping import Keeping, keeping_of
+from elastic_ext.features.record.orders import NodeRecord, Orders, PartList, WholeRecord
+from elastic_ext.features.record.pauses import LOOK_S
+from elastic_ext.features.record.posts import SCHEMA, SHARED, PostsOfNodes, RankSteps, SavePost, kinds, read_orders
 from elastic_ext.features.resume.watch import addresses
+from elastic_ext.rendezvous.round_records import EndKind
 from elastic_ext.workers.progress import Progress
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 1.0  # between two looks into the journals
 ANSWER_S = 0.5  # for the last words of other nodes at the end of a round, if they could still prove something
-EVERY_S = 10.0  # between two records of one entry: a log may be written again after each step
-LONGEST_S = 60.0  # before an entry is listed again of which a file is not there: NFS hides a new one for up to 60 s (acdirmax)
 NODES_PER_S = 50.0  # that are asked for their steps, as long as these could prove something
 JOIN_S = ANSWER_S + 1.0
-SCHEMA = 1
-SHARED, LOCAL = 0, 1  # the numbers of `checkpoint_dir` and `local_dir` in the journals, as in the workers' messages
+LAST_S = 10.0  # the same where nodes save apart, and none was lost: what is not recorded then is lost to the next round
 
 NOT_RECORDED = "saves of this round are no longer recorded: %s"
 NOT_PROVED = "saves of this round are no longer proved, and checkpoints are found by their formats and names: %s"
 
 
 @dataclass(frozen=True)
-class RankSteps:
-    rank: records.Count
-    steps: records.Count
+class Whole:
+    """On group rank 0: this node's own record, and what says what all nodes do."""
+
+    own: NodeRecord
+    record: WholeRecord
 
 
 @dataclass(frozen=True)
-class SavePost:
-    """What an agent reports to that of group rank 0.
+class AgentSide:
+    """What the agent knows, and is told.
 
-    node: its group rank. answers: the number of the last question. counts: steps of its ranks, read before the journals were.
-    broken: those whose journal is incomplete. open: in the first answer to that question, entries of which a file is open for
-    writing here. over: its workers have ended, and this is the last one.
+    rounds: see `Resumption`. proved: called with each entry that was recorded as proved, and its directory. is_broken: whether a
+    node was lost, or leaves.
     """
 
-    node: records.Count
-    answers: records.Count = 0
-    counts: tuple[RankSteps, ...] = ()
-    broken: tuple[records.Count, ...] = ()
-    parts: tuple[JournalPart, ...] = ()
-    open: tuple[str, ...] = ()
-    over: bool = False
+    rounds: int = 0
+    proved: Callable[[SavePath, Storage], None] = lambda entry, storage: None
+    is_broken: Callable[[], bool] = lambda: False
 
 
 class SaveWatch(Companion):
@@ -83,15 +81,15 @@ class SaveWatch(Companion):
         storage: Storage,
         journals: Mapping[int, str],
         local: Storage | None = None,
-        rounds: int = 0,
-        proved: Callable[[SavePath, Storage], None] = lambda entry, storage: None,
+        agent: AgentSide | None = None,
     ) -> None:
-        """journals: by local rank their paths, as in the workers' messages. local: `local_dir`, if saves there are recorded.
-
-        rounds: see `Resumption`. proved: called with each entry that was recorded as proved, and its directory.
-        """
-        self._rounds, self._proved = rounds, proved
+        """journals: by local rank their paths, as in the workers' messages. local: `local_dir`, if saves there are recorded."""
+        self._agent = agent or AgentSide()
+        self.patience_s = ANSWER_S  # for each of the others' last words
         self._place, self._storages = place, [storage, *([local] if local is not None else [])]
+        self._apart = local if place.nodes > 1 and isinstance(local, LocalStorage) else None  # it is of this node alone
+        self._own: NodeRecord | None = None  # made on the thread
+        self.answered = 0  # the last question of group rank 0 that was answered here
         self._tails = {local_rank: JournalTail(path) for local_rank, path in journals.items()}
         self._fault = ""  # the first one of a journal or post
         self._over = threading.Event()
@@ -106,18 +104,22 @@ class SaveWatch(Companion):
         threads.raise_again(received)
 
     def workers_ended(self, workers: LocalWorkers) -> None:
+        limit_s = JOIN_S
+        if self._place.node == 0 and self._own is not None and self._own.is_used and not self._agent.is_broken():
+            self.patience_s, limit_s = LAST_S, 3 * LAST_S  # to end, to list, and to write
         self._over.set()
         if self._thread is not None:
-            self._thread.join(JOIN_S)
+            self._thread.join(limit_s)
 
     # On the thread.
 
     def _run(self) -> None:
         try:
+            self._own = self._own_record()
             if self._place.node == 0:
-                self._record()
+                self._record(self._own)
             else:
-                self._report()
+                self._report(self._own)
         except (RuntimeError, ValueError) as error:
             log = logger.debug if self._over.is_set() else logger.warning
             log(NOT_RECORDED, f"the store of the round does not answer: {error}")
@@ -126,10 +128,22 @@ class SaveWatch(Companion):
         except Exception:  # the top of a thread
             logger.exception(NOT_RECORDED, "a fault of elastic_ext")
 
+    def _own_record(self) -> NodeRecord | None:
+        """Return what records this node's part of saves in its own directory; None where it has none, or it cannot be read."""
+        if self._apart is None:
+            return None
+        try:
+            return NodeRecord(self._apart, self._place.node, self._place.world, len(self._local.ranks), self._agent.rounds)
+        except OSError as error:
+            logger.warning(NOT_RECORDED, f"{self._apart.address}: {error}")
+            return None
+
     def _look(self, asked: int, over: bool = False) -> list[SavePost]:
         """Return what is new here. The last post has the counts. asked: the last question."""
         counts = tuple(RankSteps(rank, row.steps) for rank, row in self._rows())  # first: lines up to these are there by now
         posts = [SavePost(self._place.node, parts=(part,)) for tail in self._tails.values() for part in _parts_of(tail)]
+        if self._own is not None:
+            self._own.removed(_taken_away(posts, "d"), _taken_away(posts, "m"))
         broken = tuple(rank for rank, row in self._rows() if row.record_broken)  # last: so it is known of all that is missing
         for local_rank, tail in self._tails.items():
             if tail.fault:
@@ -138,6 +152,7 @@ class SaveWatch(Companion):
         return [*posts, SavePost(self._place.node, asked, counts, broken, over=over)]
 
     def _open_now(self) -> frozenset[SavePath]:
+        """Return the entries of which a file is open for writing, by the numbers of the directories in the journals."""
         pids = list(self._local.running_pids().values())
         of = {at: open_entries(pids, storage.address) for at, storage in enumerate(self._storages)}
         return frozenset(SavePath(at, name) for at, names in of.items() for name in names)
@@ -156,21 +171,44 @@ class SaveWatch(Companion):
             logger.warning(NOT_PROVED, fault)
         self._fault = self._fault or fault
 
-    def _report(self) -> None:
+    def _report(self, own: NodeRecord | None) -> None:
         store, last = round_store.connect(*self._place.store_at), SavePost(self._place.node)
+        before = kinds(own.before) if own is not None else ()
+        if before:
+            self._post(store, replace(last, before=before))
+        ended = False  # nothing more will be asked
         try:
-            while not last.over:
-                over, before = self._over.wait(LOOK_S), last
-                asked = store.add(round_store.SAVES_ASKED, 0)
-                *parts, last = self._look(asked, over)
-                if asked > before.answers:
-                    last = replace(last, open=tuple(each.path for each in self._open_now()))
-                if parts or asked > before.answers or last.broken != before.broken or over:
-                    for post in (*parts, last):
-                        self._post(store, post)
+            while not (last.over and (ended or own is None or not own.is_used)):
+                orders: list[Orders] = []
+                if last.over:
+                    orders, asked, over = read_orders(store, [last.answers + 1]), last.answers + 1, True  # waits for it
+                else:
+                    over, asked = self._over.wait(LOOK_S), store.add(round_store.SAVES_ASKED, 0)
+                    if own is not None:
+                        orders = read_orders(store, range(last.answers + 1, asked + 1))
+                lists = tuple(each for one in orders for each in own.carry_out(one)) if own is not None else ()
+                ended = ended or any(each.end for each in orders)
+                last = self._answer(store, last, asked, over, lists)
+                self.answered = last.answers
         finally:
             if not last.over:  # what its ranks note from now on is not posted
                 self._post(store, self._all_broken(last))
+
+    def _answer(
+        self, store: round_store.Store, before: SavePost, asked: int, over: bool, lists: tuple[PartList, ...]
+    ) -> SavePost:
+        """Post what is new here since that post, and what was asked for. Return the last post."""
+        *parts, last = self._look(asked, over)
+        if asked > before.answers:
+            found = self._open_now()
+            names = [tuple(each.path for each in found if each.at == at) for at in (SHARED, LOCAL)]
+            last = replace(last, open=names[0], open_apart=names[1], lists=lists)
+        if self._own is not None:
+            last = replace(last, removed=self._own.take_removed())
+        if parts or asked > before.answers or last.broken != before.broken or over or last.removed:
+            for post in (*parts, last):
+                self._post(store, post)
+        return last
 
     def _post(self, store: round_store.Store, post: SavePost) -> None:
         data = records.encode(post, SCHEMA)
@@ -183,47 +221,101 @@ class SaveWatch(Companion):
     def _all_broken(self, post: SavePost) -> SavePost:
         return replace(post, broken=tuple(self._local.ranks.values()), parts=(), open=())
 
-    def _record(self) -> None:
-        posts = _Posts(self._place)
-        keeping = _keeping(self._storages, self._place.world, self._rounds, self._proved)
+    def _record(self, own: NodeRecord | None) -> None:
+        posts = PostsOfNodes(self._place)
+        storages = self._storages if self._place.nodes == 1 else self._storages[:1]
+        rounds = max(self._agent.rounds, own.attempt - 1 if own is not None else 0)
+        keeping = keeping_of(storages, self._place.world, rounds, self._agent.proved, apart=self._place.nodes > 1)
+        whole = None
+        if own is not None:
+            own.begin(keeping.attempt)
+            whole = Whole(own, WholeRecord(self._place.nodes, keeping.attempt))
+            for kind, files in own.before.items():
+                whole.record.usual.know(kind, files)
         over = False
         while not over:
             over = self._over.wait(LOOK_S)
-            self._record_now(keeping, posts, math.inf if over else time.monotonic())
+            self._record_now(keeping, posts, math.inf if over else time.monotonic(), whole)
         keeping.write_unproved()
+        if whole is not None:
+            whole.own.write_unproved(keeping.proof.record())
+            posts.ask(math.inf, orders=Orders(keeping.attempt, end=True))
 
-    def _record_now(self, keeping: _Keeping, posts: _Posts, now: float) -> None:
+    def _record_now(self, keeping: Keeping, posts: PostsOfNodes, now: float, whole: Whole | None = None) -> None:
         """Take what is new, and record what it proves. now: infinity, if the workers have ended."""
-        self._take(keeping.proof, posts)
+        self._take(keeping.proof, posts, whole)
         if now == math.inf:
-            self._await_others(keeping, posts)
+            self._await_others(keeping, posts, whole)
             keeping.proof.release()
-        if keeping.list_proved(posts.asked, now):
-            posts.ask(now)
-            self._take(keeping.proof, posts)
-            posts.open[self._place.node] = self._open_now()
+        listed, orders = keeping.list_proved(posts.asked, now), self._orders(keeping, posts, now, whole)
+        if listed or (orders is not None and orders.says_something):
+            self._ask(keeping, posts, now, whole, orders)
         elif keeping.proof.waits and now < math.inf:
-            posts.ask(now, self._place.nodes / NODES_PER_S)
+            posts.ask(now, self._place.nodes / NODES_PER_S, orders)
         keeping.write_listed(posts.answered, now, posts.open_now)
+        for _ in range(2) if whole is not None and now == math.inf else ():  # what is to be listed, then what is to be written
+            self._await_answers(keeping, posts, whole)
+            orders = self._orders(keeping, posts, now, whole)
+            if orders is None or not orders.says_something:
+                break
+            self._ask(keeping, posts, now, whole, orders)
 
-    def _take(self, proof: RoundProof, posts: _Posts) -> None:
+    def _orders(self, keeping: Keeping, posts: PostsOfNodes, now: float, whole: Whole | None) -> Orders | None:
+        if whole is None:
+            return None
+        open_now = posts.open_now
+
+        def unsure(entry: SavePath) -> bool:
+            return entry in open_now or keeping.proof.may_change(entry)
+
+        return whole.record.next(keeping.proof.record(), posts.asked, posts.answered_by_all, now, unsure)
+
+    def _ask(self, keeping: Keeping, posts: PostsOfNodes, now: float, whole: Whole | None, orders: Orders | None) -> None:
+        """Ask all nodes for what is new, this one, too."""
+        posts.ask(now, orders=orders)
+        if whole is not None and orders is not None:
+            whole.record.take(whole.own.carry_out(orders))
+            for name in (each.name for each in orders.writes):
+                self._agent.proved(SavePath(LOCAL, name), self._storages[LOCAL])
+        self._take(keeping.proof, posts, whole)
+        posts.open[self._place.node] = self._open_now()
+
+    def _take(self, proof: RoundProof, posts: PostsOfNodes, whole: Whole | None = None) -> None:
         for post in [*posts.new(), *self._look(posts.asked)]:
             journals = [part.parsed(str(post.node)) for part in post.parts]
+            if post.node and self._apart is not None:
+                journals = [replace(each, events=tuple(of_node(event, post.node) for event in each.events)) for each in journals]
             proof.take(journals, {each.rank: each.steps for each in post.counts}, post.broken)
+            if whole is not None:
+                whole.record.take(post.lists)
+                whole.record.removals.removed((*post.removed, *whole.own.take_removed()))
+                for each in post.before:
+                    whole.record.usual.know(each.kind, each.files)
         if posts.lost:
             self._warn(posts.lost)
             proof.lose(posts.lost)
 
-    def _await_others(self, keeping: _Keeping, posts: _Posts) -> None:
+    def _await_others(self, keeping: Keeping, posts: PostsOfNodes, whole: Whole | None) -> None:
         if posts.missing and keeping.proof.waits:
-            by = time.monotonic() + ANSWER_S
-            poll(lambda: self._take(keeping.proof, posts), lambda _: not (posts.missing and keeping.proof.waits), by)
+            by = time.monotonic() + self.patience_s
+            poll(lambda: self._take(keeping.proof, posts, whole), lambda _: not (posts.missing and keeping.proof.waits), by)
+
+    def _await_answers(self, keeping: Keeping, posts: PostsOfNodes, whole: Whole | None) -> None:
+        by = time.monotonic() + self.patience_s
+        poll(lambda: self._take(keeping.proof, posts, whole), lambda _: posts.answered_by_all >= posts.asked, by)
 
 
 def _parts_of(tail: JournalTail) -> Iterator[JournalPart]:
     """Yield all that is new: a list of files counts only if no line of a journal is left."""
     while found := tail.read():
         yield from found
+
+
+def _taken_away(posts: Iterable[SavePost], kind: str) -> list[str]:
+    """Return the entries of this node's own `local_dir` that its workers have removed ("d") or moved away ("m")."""
+    events = (event for post in posts for part in post.parts for event in part.parsed().events if event.kind == kind)
+    gone = (event.place for event in events if event.place.at == LOCAL and event.place == event.place.entry != event.to.entry)
+    return list(dict.fromkeys(place.path for place in gone))
 
 
 def open_entries(pids: Iterable[int], directory: str) -> frozenset[str]:
@@ -254,214 +346,14 @@ def _flags(path: str) -> int:
         return next((int(line.split()[1], 8) for line in file if line.startswith("flags:")), 0)
 
 
-class _Posts:
-    """What the other nodes of a round post, read on the node of rank 0."""
-
-    def __init__(self, place: RoundPlace) -> None:
-        self._others = range(1, place.nodes)
-        self._store = round_store.connect(*place.store_at) if self._others else None
-        self._read, self.asked, self._asked_at = 0, 0, -math.inf
-        self._answers: dict[int, int] = {}  # by node: the last question that it has answered
-        self._over: set[int] = set()
-        self.open: dict[int, frozenset[SavePath]] = {}  # by node, at its last answer: entries of which a file is open for writing
-        self.lost = ""  # why a post could not be read: then something is missing, of whichever node
-
-    @property
-    def open_now(self) -> frozenset[SavePath]:
-        return frozenset().union(*self.open.values())
-
-    def ask(self, now: float, after_s: float = 0.0) -> None:
-        """Ask all nodes to read their journals again, unless they were asked less than `after_s` seconds ago."""
-        if now - self._asked_at < after_s:
-            return
-        self.asked, self._asked_at = self.asked + 1, now
-        if self._store is not None:
-            self._store.add(round_store.SAVES_ASKED, 1)
-
-    @property
-    def answered(self) -> int:
-        """The last question that all nodes have answered, or have no more to say to."""
-        return min((self._answers.get(each, 0) for each in self._others if each not in self._over), default=self.asked)
-
-    @property
-    def missing(self) -> bool:
-        """Whether a node may still report something."""
-        return len(self._over) < len(self._others)
-
-    def new(self) -> list[SavePost]:
-        """Return what was posted since. What cannot be read is lost."""
-        found: list[SavePost] = []
-        if self._store is None:
-            return found
-        for number in range(self._read + 1, self._store.add(round_store.SAVES_POSTED, 0) + 1):
-            key = round_store.saves_post(number)
-            if not self._store.check([key]):
-                break  # counted, but not there yet
-            self._read = number
-            data = self._store.get(key)
-            self._store.delete_key(key)
-            try:
-                post = records.read(SavePost, data, key, SCHEMA)
-            except records.RecordError as error:
-                self.lost = str(error)
-                continue
-            if post.node not in self._others:
-                self.lost = f"{key} is of node {post.node}, which is no other one of the round"
-                continue
-            if post.answers > self._answers.get(post.node, 0):
-                self._answers[post.node] = post.answers
-                self.open[post.node] = frozenset(SavePath(SHARED, name) for name in post.open)
-            if post.over:
-                self._over.add(post.node)
-            found.append(post)
-        return found
-
-
-@dataclass
-class _Keeping:
-    """Lists what is proved, and writes it once the list counts. `now` is monotonic seconds; infinity: it is the last time.
-
-    attempts: the record in each directory. storages: these. proved: see `SaveWatch`.
-    """
-
-    attempts: Sequence[AttemptRecord]
-    proof: RoundProof
-    storages: Sequence[Storage]
-    proved: Callable[[SavePath, Storage], None]
-    # By order: the save, its files, and the question that all nodes must have answered.
-    _listed: dict[int, tuple[RecordedSave, Mapping[str, Entry], int]] = field(default_factory=dict)
-    _written: dict[SavePath, RecordedSave] = field(default_factory=dict)  # by entry
-    _due: dict[SavePath, _Due] = field(default_factory=dict)  # by entry
-    _refused: dict[SavePath, str] = field(default_factory=dict)  # by entry: why the storage has refused it last
-
-    def list_proved(self, asked: int, now: float) -> bool:
-        """List what was proved since. asked: the last question so far. Return whether a list waits."""
-        record = self.proof.record()
-        saves = [each for each in record.saves if self._is_kept(each)]
-        self._forget_gone(saves)
-        self._note_removed(record.removed)
-        for save in saves:
-            entry = save.entry
-            due = self._due.get(entry, _Due())
-            if save.proved and not save.gone and due.at <= now and not self._is_done(save) and save.order not in self._listed:
-                with self._tried(entry):
-                    found = self.attempts[entry.at].listed(save)
-                    if found:
-                        self._listed[save.order] = save, found, asked + 1
-                    else:  # another host may not see all files yet
-                        self._due[entry] = due.later(now)
-        return bool(self._listed)
-
-    def write_listed(self, answered: int, now: float, open_now: Collection[SavePath] = ()) -> None:
-        """Record what was listed, is still proved and has not changed since.
-
-        answered: the last question that all nodes have. open_now: entries of which a file is open for writing.
-        """
-        record = self.proof.record()
-        seen = {each.order: each for each in record.saves}
-        for order, (save, found, question) in sorted(self._listed.items()):
-            same = seen.get(order)
-            entry = save.entry
-            if same is None or same.gone or not same.proved or same.changes != save.changes or self.proof.may_change(entry):
-                del self._listed[order]
-            elif entry in open_now:  # what it holds may not be in the file yet
-                self._due[entry] = self._due.get(entry, _Due()).later(now)
-                del self._listed[order]
-            elif answered >= question:
-                with self._tried(entry):
-                    self.attempts[entry.at].write(save, found, record.reads)
-                    self._written[entry] = save
-                    self.proved(entry, self.storages[entry.at])
-                    self._due[entry] = _Due(now + EVERY_S)
-                    del self._listed[order]
-
-    def write_unproved(self) -> None:
-        """Record what is not proved at the end of the round, and was not recorded as proved before something was lost."""
-        record = self.proof.record()
-        for save in record.saves:
-            if self._is_kept(save) and not (save.proved or save.gone or self._is_done(save)):
-                with self._tried(save.entry):
-                    self.attempts[save.entry.at].write_unproved(save, record.reads)
-
-    def _is_kept(self, save: RecordedSave) -> bool:
-        """Return whether it is in a directory whose saves are recorded."""
-        return 0 <= save.entry.at < len(self.attempts)
-
-    @contextmanager
-    def _tried(self, entry: SavePath) -> Iterator[None]:
-        """What the storage refuses now is tried again at the next look: a full disk may have room then."""
-        try:
-            yield
-        except OSError as error:
-            text = error.strerror or str(error)
-            if self._refused.get(entry) != text:
-                logger.warning("the save %s cannot be recorded now: %s", entry.path, error)
-            self._refused[entry] = text
-        else:
-            self._refused.pop(entry, None)
-
-    def _is_done(self, save: RecordedSave) -> bool:
-        written = self._written.get(save.entry)
-        return written is not None and (written.order, written.changes) == (save.order, save.changes)
-
-    def _forget_gone(self, saves: Sequence[RecordedSave]) -> None:
-        there = {each.entry for each in saves if not each.gone}
-        for entry in [each for each in self._written if each not in there]:
-            del self._written[entry]
-            self._due.pop(entry, None)
-            with self._tried(entry):
-                self._forget(entry)
-        self._refused = {entry: text for entry, text in self._refused.items() if entry in there}
-
-    def _forget(self, entry: SavePath) -> None:
-        attempt, storage = self.attempts[entry.at], self.storages[entry.at]
-        if entry.at == LOCAL and storage.stat(entry.path) is None:
-            notes.note_removed(storage, entry.path, attempt.knows(entry.path))
-        attempt.forget(entry.path)  # last: the copier looks when the record changes
-
-    def _note_removed(self, removed: Iterable[SavePath]) -> None:
-        """Let the copier know what the script has removed from `local_dir`, also of earlier rounds."""
-        for entry in removed:
-            if entry.at == LOCAL < len(self.storages) and self.storages[LOCAL].stat(entry.path) is None:
-                with self._tried(entry):
-                    self._forget(entry)
-
-
-def _keeping(
-    storages: Sequence[Storage],
-    world: int,
-    rounds: int = 0,
-    proved: Callable[[SavePath, Storage], None] = lambda entry, storage: None,
-) -> _Keeping:
-    """Return what keeps the record of a round in these directories, which have one number for it. Raises OSError.
-
-    rounds: the number of the last round that other records know.
-    """
-    least = 1 + max(rounds, *(newest_attempt(known_saves(each).values()) for each in storages))
-    attempts = [AttemptRecord(each, world, least) for each in storages]
-    shared, *local = [each.before for each in attempts]
-    return _Keeping(attempts, RoundProof(shared, world, {**shared, **(local[0] if local else {})}), storages, proved)
-
-
-@dataclass(frozen=True)
-class _Due:
-    """When an entry may be recorded next, and how long it was put off the last time, in seconds."""
-
-    at: float = -math.inf
-    pause: float = LOOK_S / 2
-
-    def later(self, now: float) -> _Due:
-        pause = min(2 * self.pause, LONGEST_S)
-        return _Due(now + pause, pause)
-
-
 class RecordOfSaves(Feature):
     """Has the workers note what they save, and records it."""
 
     _rounds = 0  # see `Resumption`
+    _apart = False  # each node of several saves in its own `local_dir`
 
     def round_begins(self, beginning: RoundBeginning) -> None:
-        self._rounds = beginning.checkpoint.rounds
+        self._rounds, self._apart = beginning.checkpoint.rounds, beginning.saves_locally
 
     def message(self) -> Mapping[str, object]:
         return {"saves_below": addresses(self.parts.settings)}
@@ -470,10 +362,15 @@ class RecordOfSaves(Feature):
         settings = self.parts.settings
         if settings.checkpoint_dir is None or not round_.bootstrap or round_.progress is None:
             return None
-        local = open_storage(settings.local_dir) if settings.local_dir is not None and round_.place.nodes == 1 else None
+        kept = settings.local_dir is not None and (round_.place.nodes == 1 or self._apart)
+        local = open_storage(settings.local_dir or "") if kept else None
         journals = {each: str(message["journal"]) for each, message in round_.messages.items() if "journal" in message}
         shared = open_storage(settings.checkpoint_dir)
-        return SaveWatch(round_.place, shared, journals, local, self._rounds, self._tell)
+        return SaveWatch(round_.place, shared, journals, local, AgentSide(self._rounds, self._tell, self._is_broken))
+
+    def _is_broken(self) -> bool:
+        end = self.parts.job.part.over()
+        return end is not None and end.kind in (EndKind.BROKEN, EndKind.CUT_OFF)
 
     def _tell(self, entry: SavePath, storage: Storage) -> None:
         """Report what may be a checkpoint: logs are proved, too."""

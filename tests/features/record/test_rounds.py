@@ -6,88 +6,24 @@ import errno
 import logging
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
-from elastic_ext.agent.companion import LocalWorkers, RoundPlace
+from elastic_ext.agent.companion import RoundPlace
 from elastic_ext.base import records, round_store
 from elastic_ext.checkpoints.record.journal import MAX_PART, JournalPart
-from elastic_ext.checkpoints.record.stored import StoredSave, Trust, files_at, known_saves, read_save, trust
+from elastic_ext.checkpoints.record.stored import Trust, files_at, trust
 from elastic_ext.checkpoints.storage import Entry, LocalStorage
-from elastic_ext.features.record.watch import SCHEMA, RankSteps, SavePost, SaveWatch, _keeping, _Posts
-from elastic_ext.workers import progress_layout as layout
-from elastic_ext.workers.progress import ProgressTable
+from elastic_ext.features.record.keeping import keeping_of
+from elastic_ext.features.record.watch import SCHEMA, PostsOfNodes, RankSteps, SavePost
+from tests.features.record.rounds import Node, checkpoints, proved, recorded, store
 from tests.until import until
 
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
-    """That of the round, for all its nodes."""
-    made = HashStore()
-    monkeypatch.setattr(round_store, "connect", lambda host, port: made)
-    monkeypatch.setattr("elastic_ext.features.record.watch.LOOK_S", 0.01)
-    return made
-
-
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> LocalStorage:
-    (tmp_path / "checkpoints").mkdir()
-    return LocalStorage(str(tmp_path / "checkpoints"))
-
-
-class Node:
-    """The agent of a node, and what its workers note. ranks: theirs."""
-
-    def __init__(self, folder: Path, storage: LocalStorage, place: RoundPlace, *ranks: int) -> None:
-        self._folder, self._storage = folder / f"node_{place.node}", storage
-        self._folder.mkdir()
-        self.place, self._ranks, self._lines = place, ranks, 0
-        self.watch = SaveWatch(place, storage, {slot: f"{self._folder}/saves_{slot}" for slot in range(len(ranks))})
-        table = ProgressTable(f"{self._folder}/progress", len(ranks))
-        processes = SimpleNamespace(running=(), pids={})
-        self._workers = LocalWorkers(processes, table, dict(enumerate(ranks)), {}, {})  # type: ignore[arg-type]
-        self.watch._workers = self._workers
-
-    def __enter__(self) -> Node:
-        self.watch.workers_started(self._workers)
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.watch.workers_ended(self._workers)
-
-    def journal(self, rank: int) -> Path:
-        return self._folder / f"saves_{self._ranks.index(rank)}.{10 + rank}.1"
-
-    def note(self, rank: int, kind: str, count: int, *fields: object) -> None:
-        if not self.journal(rank).exists():
-            self.journal(rank).write_text(f"elastic_ext-saves 1 {rank} {10 + rank} 0\n")
-        self._lines += 1
-        with self.journal(rank).open("a") as file:
-            file.write("\t".join(map(str, (kind, count, self._lines, 0, *fields))) + "\n")
-
-    def saves(self, rank: int, count: int, path: str, data: bytes = b"x") -> None:
-        self.note(rank, "w", count, 0, path)
-        self._storage.put(path, data)
-
-    def steps(self, count: int, *ranks: int) -> None:
-        """And one more, which is not noted: it shows nothing new but that the rank is past this count."""
-        for rank in ranks or self._ranks:
-            self.note(rank, "s", count, 1)
-            self._set(rank, layout.STEPS, count + 1)
-
-    def breaks(self, rank: int) -> None:
-        self._set(rank, layout.RECORD_BROKEN, 1)
-
-    def _set(self, rank: int, word: int, value: int) -> None:
-        with (self._folder / "progress").open("r+b") as file:
-            file.seek(self._ranks.index(rank) * layout.ROW_BYTES + 8 * word)
-            file.write(value.to_bytes(8, sys.byteorder))
+__all__ = ["checkpoints", "store"]  # fixtures
 
 
 class Deciding(Node):
@@ -95,7 +31,7 @@ class Deciding(Node):
 
     def __init__(self, folder: Path, storage: LocalStorage, nodes: int = 2) -> None:
         super().__init__(folder, storage, RoundPlace("a", 0, nodes, nodes, ("", 0)), 0)
-        self.posts, self.keeping, self.now = _Posts(self.place), _keeping([storage], nodes), 0.0
+        self.posts, self.keeping, self.now = PostsOfNodes(self.place), keeping_of([storage], nodes), 0.0
 
     def looks(self) -> None:
         self.now += 1.0
@@ -110,15 +46,6 @@ def post(store: HashStore, made: SavePost | str) -> None:
 def answer(store: HashStore, steps: int, open: tuple[str, ...] = (), node: int = 1) -> SavePost:
     """The rank of this node has made these steps."""
     return SavePost(node, store.add(round_store.SAVES_ASKED, 0), (RankSteps(node, steps),), open=open)
-
-
-def recorded(storage: LocalStorage) -> dict[str, StoredSave]:
-    found = {name: read_save(storage, each) for name, each in known_saves(storage).items()}
-    return {name: each for name, each in found.items() if each is not None}
-
-
-def proved(storage: LocalStorage) -> list[str]:
-    return sorted(name for name, each in recorded(storage).items() if each.proved)
 
 
 def warnings(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:
@@ -297,7 +224,7 @@ def test_what_does_not_fit_breaks_the_record(
     many = tuple(f"{number:0200}" for number in range(11_000))
     for _ in range(2):
         node.watch._post(store, SavePost(1, 7, (RankSteps(2, 5),), open=many, over=True))
-    posts = _Posts(RoundPlace("a", 0, 2, 4, ("", 0)))
+    posts = PostsOfNodes(RoundPlace("a", 0, 2, 4, ("", 0)))
     assert posts.new() == [SavePost(1, 7, (RankSteps(2, 5),), broken=(2, 3), over=True)] * 2
     assert len(warnings(caplog, "bytes cannot be posted")) == 1
 

@@ -44,8 +44,8 @@ class LocalSave:
 
 
 def has_changed(each: LocalSave, source: Storage) -> bool:
-    """Return whether the files are no longer those that were recorded. Raises OSError."""
-    return stored.trust(replace(each.save, proved=True), files_at(source, each.name))[0] is not Trust.PROVED
+    """Return whether the files are no longer those that were recorded; of a part, those of this node. Raises OSError."""
+    return stored.trust(replace(each.save.as_whole, proved=True), files_at(source, each.name))[0] is not Trust.PROVED
 
 
 def path_of(name: str, file: str) -> str:
@@ -68,13 +68,18 @@ class HeldSaves:
                 for path in (path_of(each.name, file.name) for file in each.save.files):
                     os.makedirs(os.path.dirname(source.path(path)), exist_ok=True)
                     os.link(self._local.path(path), source.path(path))
-                self._held.put(f"{each.folder}/{RECORD}", f"{each.known.file}\n".encode() + each.record)
+                self._held.put(f"{each.folder}/{RECORD}", _content(each))
             except FileNotFoundError:
                 return None
             except OSError as error:  # no hard links here, or no room: what the script removes meanwhile is lost
                 logger.debug("cannot link the files of %s: %s", each.name, error)
                 source = self._local
         return None if has_changed(each, source) else source
+
+    def has(self, each: LocalSave) -> bool:
+        """Return whether all links of this save are there, as it was recorded."""
+        data = self._held.read_if_there(f"{each.folder}/{RECORD}")
+        return data == _content(each) and not has_changed(each, LocalStorage(self._held.path(each.folder)))
 
     def all(self) -> list[LocalSave]:
         """Return the saves of which all links are there; let go of the others."""
@@ -90,6 +95,10 @@ class HeldSaves:
 
     def release(self, each: LocalSave) -> None:
         remove_if_there(self._held, each.folder)
+
+
+def _content(each: LocalSave) -> bytes:
+    return f"{each.known.file}\n".encode() + each.record
 
 
 def _held_save(data: bytes, folder: str) -> LocalSave | None:

@@ -1,7 +1,8 @@
 """Removes the copies of a script's saves whose originals the script has removed.
 
 Invariant: only a copy is ever removed, as it was copied, and only after a worker was seen to remove its original (`notes`) and a
-newer copy can be used. What is pinned or quarantined stays.
+newer copy can be used; or where not all of it has arrived, and its leader has given it up. What is pinned or quarantined stays.
+Each node may remove the copy of a save of several nodes.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Collection
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.copying import notes
 from elastic_ext.checkpoints.copying.held import HeldSaves
+from elastic_ext.checkpoints.copying.remote_record import RemoteRecord, follows_rank_0, is_given_up
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import candidates
 from elastic_ext.checkpoints.record import stored
@@ -52,12 +54,40 @@ def _remove_copy(remote: Storage, name: str, identity: str, kept: Collection[str
     if stored.trust(save, found)[0] is not Trust.PROVED or found.keys() != {file.name for file in save.files}:
         return True  # others have written to it
     newer = sorted((each for each in book.values() if each > known and each.name not in kept), reverse=True)
-    if not any(is_whole(remote, each) for each in newer):
+    if not any(_can_be_used(remote, each) for each in newer):
         return False
-    entry = candidates.entry_of(remote, name)
-    if entry is not None:
-        upkeep.delete_entry(remote, entry)
+    _remove(remote, name)
     remove_if_there(remote, known.file)
     del book[name]
     logger.info("removed %s, as the script has removed its original", remote.path(name))
     return True
+
+
+def _can_be_used(remote: Storage, known: KnownSave) -> bool:
+    save = stored.read_save(remote, known)
+    return save is not None and not follows_rank_0(save) and is_whole(remote, known)
+
+
+def _remove(remote: Storage, name: str) -> None:
+    """Remove an entry; another node may do the same."""
+    entry = candidates.entry_of(remote, name)
+    if entry is None:
+        return
+    try:
+        upkeep.delete_entry(remote, entry)
+    except FileNotFoundError:
+        remove_if_there(remote, f"{name}{own_files.UNFINISHED}")
+
+
+def remove_given_up(remote: Storage, record: RemoteRecord, kind: str, before: KnownSave) -> None:
+    """Remove what has arrived of older saves of a kind that were given up, but not what people keep or have put there.
+
+    before: a save that is whole. Raises OSError.
+    """
+    given_up = {each: save for each, save in record.saves(kind).items() if each < before and is_given_up(save)}
+    kept = own_files.pinned_names(remote) | own_files.quarantined_names(remote) if given_up else frozenset()
+    for each, save in given_up.items():
+        if each.name not in kept and files_at(remote, each.name).keys() <= {file.name for file in save.files if file.name}:
+            _remove(remote, each.name)
+            record.remove(each)
+            logger.info("removed %s, of which not all had arrived", remote.path(each.name))

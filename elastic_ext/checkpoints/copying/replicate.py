@@ -12,8 +12,8 @@ the remote directory:
 
     copying              the name of that checkpoint, written by the leader
     copying_from/NODE    "BYTES SECONDS": total bytes that a node has sent, and its monotonic clock; written every HEARTBEAT_S
-                         while it sends or compares a large file. NODE is the lowest rank whose files it has. Others only check
-                         whether the text changes.
+                         while it sends or compares a large file. NODE is the lowest rank whose files it has, or "part-N" for part
+                         N of a script's saves. Others only check whether the text changes.
 
 These are UTF-8 text without a version: if their meaning changes, their names must change.
 
@@ -55,6 +55,7 @@ from dataclasses import dataclass, replace
 from elastic_ext.base import contracts, errors, log_records
 from elastic_ext.checkpoints.copying.reports import CopyState, Pulse, both, encode, made_progress
 from elastic_ext.checkpoints.copying.script_saves import ScriptSaves
+from elastic_ext.checkpoints.copying.targets import HEARTBEATS, STALLED_S
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.directory.own_files import MANIFEST, MARKERS, Manifest, ManifestError
 from elastic_ext.checkpoints.directory.tiers import files_here, manifest_of, own_checkpoints, rank_of, unless_pinned
@@ -64,7 +65,6 @@ from elastic_ext.checkpoints.storage import LocalStorage, Storage, open_storage
 logger = logging.getLogger(__name__)
 
 TARGET = f"{MARKERS}/copying"
-HEARTBEATS = f"{MARKERS}/copying_from"
 TOKEN_ENV = "ELASTIC_EXT_COPIER"
 LOOK, FINISH = "look", "finish"
 UNFINISHED = 3
@@ -83,6 +83,11 @@ class Throttle:
         self.node = ""  # NODE of this node; "" before it sends anything
         self.sent = self._sent_before = 0  # bytes of this turn, and of all turns before it
         self.begin_turn()
+
+    def name_node(self, node: str) -> str:
+        """Send heartbeats from now on, by this name unless the node has one. Return its name."""
+        self.node = self.node or node
+        return self.node
 
     def begin_turn(self) -> None:
         self._sent_before, self.sent = self._sent_before + self.sent, 0
@@ -108,8 +113,6 @@ class Throttle:
             self._beat_at = now
             self._remote.put(f"{HEARTBEATS}/{self.node}", f"{self._sent_before + self.sent} {now:.0f}".encode())
 
-
-STALLED_S = 60.0
 
 Order = tuple[int, int]
 """(generation, step) of a checkpoint."""
@@ -387,7 +390,9 @@ def main() -> int:
     local, remote = (open_storage(os.environ[name]) for name in (contracts.LOCAL_DIR, contracts.CHECKPOINT_DIR))
     replicator = Replicator(local, remote, upkeep.TokenBucket(args.mb_s * 1e6), lambda sent: _send(Pulse(sent)))
     script = (
-        ScriptSaves(local, remote, args.pattern, replicator.throttle.wait_to_send) if isinstance(local, LocalStorage) else None
+        ScriptSaves(local, remote, args.pattern, replicator.throttle.wait_to_send, replicator.throttle.name_node)
+        if isinstance(local, LocalStorage)
+        else None
     )
     return run(Copies(replicator, script), orders, _send)
 

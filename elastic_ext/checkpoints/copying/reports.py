@@ -64,4 +64,5 @@ def both(own: CopyState, script: CopyState) -> CopyState:
         reason=worse.reason,
         copy_s=own.copy_s if own.copy_s is not None else script.copy_s,
         arrived=script.arrived,
+        others=own.others + script.others,
     )

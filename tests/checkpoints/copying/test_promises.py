@@ -21,7 +21,7 @@ from elastic_ext.checkpoints.copying.script_saves import ScriptSaves
 from elastic_ext.checkpoints.directory import own_files, save_place, upkeep
 from elastic_ext.checkpoints.record import stored
 from elastic_ext.checkpoints.storage import LocalStorage, open_storage
-from elastic_ext.features.record.watch import _keeping
+from elastic_ext.features.record.keeping import keeping_of
 from tests.checkpoints.agreement.test_script_saves import Tiers
 from tests.checkpoints.copying.test_replicate import save as checkpoint
 from tests.checkpoints.copying.test_script_saves import Counted, Killed, chosen, copier, removes, save, torch_file
@@ -441,7 +441,7 @@ def test_no_room_for_a_known_save(tiers: Tiers, monkeypatch: pytest.MonkeyPatch)
     usage = shutil.disk_usage(tiers.local)
     monkeypatch.setattr(save_place, "LEAST_FREE", 0)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    assert not save_place.find(tiers.settings, 1).local
+    assert not save_place.find(LocalStorage(str(tiers.local)), LocalStorage(str(tiers.remote))).local
 
 
 def test_a_link_to_a_save_in_place(tiers: Tiers) -> None:
@@ -471,7 +471,7 @@ def test_a_record_of_what_arrives_stays(tiers: Tiers) -> None:
         if at == 0:
             torch_file(tiers.local / "other.pt", step=1)
             for least in (5, 9):
-                keeping = _keeping([open_storage(str(each)) for each in (tiers.remote, tiers.local)], 1, least)
+                keeping = keeping_of([open_storage(str(each)) for each in (tiers.remote, tiers.local)], 1, least)
                 assert keeping
         if at == 2:
             raise Killed
@@ -489,7 +489,7 @@ def test_the_same_in_an_object_store(tiers: Tiers) -> None:
 
     def rounds(size: int) -> None:
         for least in (5, 9):
-            assert _keeping([remote, open_storage(str(tiers.local))], 1, least)
+            assert keeping_of([remote, open_storage(str(tiers.local))], 1, least)
         raise Killed
 
     with contextlib.suppress(Killed):

@@ -296,6 +296,70 @@ def test_each_rank_its_own_file(local: Path, remote: Path) -> None:
     assert chosen(remote) == "step_20_rank_*.pt"
 
 
+class Requests:
+    """Counts what is asked of a directory."""
+
+    def __init__(self, directory: Path, patched: pytest.MonkeyPatch) -> None:
+        self.asked: list[str] = []
+        for name in ("entries", "stat", "open", "write", "remove", "remove_tree"):
+            patched.setattr(LocalStorage, name, self.noting(getattr(LocalStorage, name), str(directory)))
+
+    def noting(self, act: Callable[..., object], address: str) -> Callable[..., object]:
+        def noted(storage: LocalStorage, name: str = "", *args: object) -> object:
+            if storage.address == address:
+                self.asked.append(f"{act.__name__} {name}")
+            return act(storage, name, *args)
+
+        return noted
+
+
+def test_files_of_ranks_list_the_record_rarely(local: Path, remote: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are."""
+    names = [f"step_20_rank_{rank}.pt" for rank in range(16)]
+    script = Script(local, world=16)
+    for rank, name in enumerate(names):
+        torch_file(local / name, step=20)
+        script.saves(20, name, rank=rank)
+    script.steps(21).record()
+    requests = Requests(remote, monkeypatch)
+    assert copier(local, remote).turn(finish=False).arrived
+    assert requests.asked.count("entries .elastic_ext/saves") <= 2
+
+
+def test_nothing_new_costs_no_request(local: Path, remote: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(local, 20)
+    sent = copier(local, remote)
+    sent.turn(finish=False)
+    requests = Requests(remote, monkeypatch)
+    sent.turn(finish=False)
+    assert requests.asked == []
+
+
+def test_what_has_not_changed_is_read_once(local: Path, remote: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (20, 40):
+        save(local, step)
+    for record in (local / ".elastic_ext" / "saves").iterdir():
+        os.utime(record, (1e9, 1e9))  # a file that is new may change without a change of its time
+    sent = copier(local, remote)
+    sent.turn(finish=False)
+    requests = Requests(local, monkeypatch)
+    sent.turn(finish=False)
+    assert not [each for each in requests.asked if each.startswith(("open .elastic_ext/saves", "open checkpoint"))]
+
+
+def test_a_record_that_is_new_is_read_again(local: Path, remote: Path) -> None:
+    """It may be written again without a change of its size and time."""
+    name, sent = save(local, 20), copier(local, remote)
+    own_files.quarantine(LocalStorage(str(local)), name, "bad")
+    sent.turn(finish=False)
+    (record,) = (local / ".elastic_ext" / "saves").iterdir()
+    before, text = record.stat(), record.read_text()
+    record.write_text(text.replace("true", "null", 1))
+    os.utime(record, ns=(before.st_atime_ns, before.st_mtime_ns))
+    own_files.lift_quarantine(LocalStorage(str(local)), name)
+    assert (record.stat().st_size, sent.turn(finish=False).arrived) == (before.st_size, "")
+
+
 def test_a_storage_without_times(local: Path) -> None:
     name = save(local, 20)
     remote = open_storage("memory://script-saves")

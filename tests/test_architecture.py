@@ -56,6 +56,7 @@ PURE = (
         "checkpoints/agreement/messages.py",
         "checkpoints/memory/pace.py",
         "checkpoints/record/proof.py",
+        "checkpoints/sharing/merging.py",
     ),
     *("hangs/detector.py", "hangs/unanswered.py"),
     *(f"features/{path.parent.name}/decide.py" for path in sorted(PACKAGE.glob("features/*/decide.py"))),

@@ -16,10 +16,13 @@ logger = logging.getLogger(__name__)
 class RoundBeginning(Companion):
     """The beginning of one round; this one is of a job without checkpoint_dir."""
 
-    saves_locally = False  # whether a script that saves in its own way should do so in `local_dir`
-
     def __init__(self, checkpoint: Resumption | None = None) -> None:
         self.checkpoint = checkpoint or Resumption()  # the chosen checkpoint, and why it was chosen
+
+    @property
+    def saves_locally(self) -> bool:
+        """Whether a script that saves in its own way should do so in `local_dir`."""
+        return self.checkpoint.place.local
 
     @property
     def step(self) -> int | None:

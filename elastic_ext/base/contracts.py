@@ -43,6 +43,15 @@ def resume_variables(path: str, step: int | None) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class SavePlace:
+    """Whether to save in `local_dir`, and why not, for people; "" where it is not set."""
+
+    local: bool = False
+    reason: str = ""
+    full: bool = False  # because there is no room
+
+
+@dataclass(frozen=True)
 class Resumption:
     """The checkpoint that a round resumes from. The default: nothing, because the job has none."""
 
@@ -56,7 +65,9 @@ class Resumption:
     # By rank, the path of the file that this rank wrote, if each wrote its own; `path` then has a "*" for the rank.
     files: Mapping[int, str] = field(default_factory=dict)
     save_number: int | None = None  # see `checkpoints.agreement.messages.Agreement`
-    rounds: int = 0  # the number of the last round that a record of saves in any node's `local_dir` knows. Only node 0 knows
+    rounds: int = 0  # the number of the last round that a record of saves in any node's `local_dir` knows
+    fetched: int = 0  # the number under which it was fetched from other nodes; 0: it was not
+    place: SavePlace = SavePlace()  # where a script that saves in its own way should do so
 
     @property
     def at(self) -> int | None:

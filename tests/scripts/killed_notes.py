@@ -2,7 +2,7 @@
 
 starts       a JSON line for each start of a rank: what it resumes from, and the steps that it found in there
 ledger       lines `begin RANK STEP NAME`, `end RANK STEP NAME`: a rank has begun or ended to write this entry;
-             `done STEP NAME`: all ranks have, and have made a step since
+             `done STEP NAME`: all ranks have, and have made a step since; `remove RANK STEP NAME`: a rank is about to remove it
 go-RUN-ATTEMPT, stop      made by the campaign: the ranks may train, they end
 """
 
@@ -13,6 +13,7 @@ import json
 import os
 import random
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-PACE_S = 0.015  # a step takes at least this long
+PACE_S = float(os.environ.get("KILLS_PACE_S", "0.015"))  # a step takes at least this long
 Evidence = list[tuple[str, int]]  # what, and the step in it
 
 
@@ -61,6 +62,16 @@ class Notes:
         self._append("ledger", f"end {RANK} {step} {name}")
         names = self._names.setdefault(step, [])
         names += [name] if name not in names else []
+
+    def removing(self, name: str, step: int) -> None:
+        """Before this rank removes an entry."""
+        self._append("ledger", f"remove {RANK} {step} {name}")
+
+    def agree(self) -> None:
+        """Let all ranks of several nodes give their start the same, later number: agents count restarts on their own."""
+        number = torch.tensor([time.time_ns() // 1_000_000])
+        dist.broadcast(number, 0)
+        self._key = [int(number), 0]
 
     def done(self, step: int) -> None:
         for name in self._names.get(step, ()):

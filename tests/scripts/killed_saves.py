@@ -53,8 +53,12 @@ class Own(Saver):
         if RANK:
             return
         self.put(f"step_{step}", step, model, optimizer)
+        self.rotate(step)
+
+    def rotate(self, step: int) -> None:
         old = Path(self.directory, f"step_{step - self.kept * EVERY}")
         if old.is_dir():
+            self.notes.removing(old.name, step)
             shutil.rmtree(old)
 
     def put(self, name: str, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -123,12 +127,66 @@ class Parts(Saver):
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, OWN_RANK: RANK}
         with self.notes.saving(self.name(step), step):
             torch.save(state, Path(self.directory, self.name(step)))
-        Path(self.directory, self.name(step - KEPT * EVERY)).unlink(missing_ok=True)
+        old = Path(self.directory, self.name(step - KEPT * EVERY))
+        if old.exists():
+            self.notes.removing(old.name, step)
+            old.unlink()
 
     def load(self, path: str) -> Evidence:
         state = torch.load(path, weights_only=True)
         if state[OWN_RANK] != RANK:
             raise ValueError(f"rank {RANK} got the file of rank {state[OWN_RANK]}")
+        found = [*steps_in("model", state["model"]), *states_in("optimizer", state["optimizer"])]
+        return [*found, ("step", state["step"])]
+
+
+class Shards(Own):
+    """A directory of which each rank writes a file, and rank 0 two more. Rank 0 alone removes old ones, where it has them."""
+
+    own_parts = True
+
+    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.put(f"step_{step}", step, model, optimizer)
+        if RANK == 0:
+            self.rotate(step)
+
+    def put(self, name: str, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        folder = Path(self.directory, name)
+        with self.notes.saving(name, step):
+            folder.mkdir(exist_ok=True)
+            if RANK == 0:
+                torch.save(model.state_dict(), folder / "model.pt")
+                pause()
+            torch.save({"optimizer": optimizer.state_dict(), OWN_RANK: RANK}, folder / f"optim_{RANK}.pt")
+            pause()
+            if RANK == 0:
+                (folder / "state.json").write_text(json.dumps({"step": step}))
+
+    def load(self, path: str) -> Evidence:
+        """All files, as a script may that has another number of ranks now."""
+        found = steps_in("model", torch.load(f"{path}/model.pt", weights_only=True))
+        for rank in range(WORLD):
+            part = torch.load(f"{path}/optim_{rank}.pt", weights_only=True)
+            if part[OWN_RANK] != rank:
+                raise ValueError(f"optim_{rank}.pt is the file of rank {part[OWN_RANK]}")
+            found += states_in(f"optim_{rank}", part["optimizer"])
+        return [*found, ("state.json", json.loads(Path(path, "state.json").read_text())["step"])]
+
+
+class OneFile(Parts):
+    """A file that rank 0 writes."""
+
+    own_parts = False
+
+    def name(self, step: int) -> str:
+        return f"step_{step}.pt"
+
+    def save(self, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if RANK == 0:
+            super().save(step, model, optimizer)
+
+    def load(self, path: str) -> Evidence:
+        state = torch.load(path, weights_only=True)
         found = [*steps_in("model", state["model"]), *states_in("optimizer", state["optimizer"])]
         return [*found, ("step", state["step"])]
 
@@ -155,6 +213,7 @@ class Dcp(Saver):
     def rotate(self, name: str) -> None:
         old = Path(self.directory, name)
         if RANK == 0 and old.is_dir():
+            self.notes.removing(name, EVERY)
             shutil.rmtree(old)
 
     def put(self, name: str, step: int, state: dict[str, object]) -> None:
@@ -291,6 +350,8 @@ KINDS: dict[str, type[Saver]] = {
     "inplace": InPlace,
     "inplace_only": InPlaceOnly,
     "parts": Parts,
+    "shards": Shards,
+    "file": OneFile,
     "named": Named,
     "dcp": Dcp,
     "dcp_inplace": DcpInPlace,

@@ -94,7 +94,8 @@ def lightning(net):
 
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy="ddp",
         max_steps=STEPS,
         max_epochs=-1,

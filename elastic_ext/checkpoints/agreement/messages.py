@@ -9,7 +9,8 @@ A message is one JSON object: `schema` (SCHEMA) and the fields of its class; an 
 reader refuses any other schema and ignores unknown fields.
 
 A message gives a checkpoint's name in a directory that each node knows from its own settings, never a path. So an intruder in the
-exchange can make the nodes load another of the job's checkpoints, but never a file of the intruder's.
+exchange can make the nodes load another of the job's checkpoints, but never a file of the intruder's. For files that nodes fetch
+from each other that holds if the job has a secret: a server without it is refused (`sharing/part_server.py`).
 
 A copy in memory is whole if each part is on some node. Its workers send each other the parts that they need.
 """
@@ -19,12 +20,16 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated
 
 from elastic_ext.base import records
+from elastic_ext.base.contracts import SavePlace
 from elastic_ext.base.errors import BadCheckpoints, StorageAway, UsageError
 from elastic_ext.base.printable import printable
 from elastic_ext.checkpoints.directory.tiers import Offer, missing_ranks
 from elastic_ext.checkpoints.formats.candidates import order_of, order_or_oldest
+from elastic_ext.checkpoints.sharing.merging import SharedFile
+from elastic_ext.checkpoints.sharing.part_requests import PartPlace
 
 NEEDED = "each node needs a tmpfs at /dev/shm, and the same memory_every and memory_limit"
 
@@ -50,6 +55,7 @@ class Tier(str, Enum):
 
 
 SCHEMA = 2
+NOWHERE_LOCAL = SavePlace()
 MAX_TEXT = 2000  # characters of a reason or an error
 MAX_OFFERS = 16  # per node, the newest
 MAX_NAME = 1024  # characters of a checkpoint's name: the longest key in S3
@@ -67,6 +73,16 @@ class Offers:
     has_memory: bool = False
     saved: NewestSaved | None = None  # the newest checkpoint that the node knows of; None: it cannot know
     rounds: records.Count = 0  # the number of the last round in the record of saves in its local directory
+    place: SavePlace = NOWHERE_LOCAL  # whether this node has room there for what a script saves
+    server: PartPlace | None = None  # where other nodes can read its local directory; None: nowhere
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """The file that a rank wrote. name: in the nodes' local directories."""
+
+    rank: records.Count
+    name: records.Name
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,13 @@ class Agreement:
     bad: bool = False  # the error is that checkpoints exist, but none may be used
     away: bool = False  # the error is that the storage does not answer
     save_number: int | None = None  # see `decisions.Resume`
+    rounds: records.Count = 0  # the number of the last round in any record of saves
+    place: SavePlace = NOWHERE_LOCAL  # where all nodes save in this round
+    # Of what a script has saved in the nodes' local directories: which node has each file, and where each node can be asked.
+    files: tuple[SharedFile, ...] = ()
+    servers: tuple[PartPlace | None, ...] = ()
+    number: Annotated[int, records.Within(0, (1 << 60) - 1)] = 0  # of what it holds, see `AllNodes.number_of`
+    rank_files: tuple[RankFile, ...] = ()  # of these, where each rank wrote one
 
 
 def encode(message: Offers | Agreement) -> str:
@@ -116,7 +139,8 @@ def read_agreement(text: str) -> Agreement:
         kind = BadCheckpoints if found.bad else StorageAway if found.away else UsageError
         raise kind(f"group rank 0 could not choose a checkpoint: {printable(found.error[:MAX_TEXT])}")
     name = found.name
-    if not (order_of(name) is not None if found.tier in (Tier.MEMORY, Tier.LOCAL) else _is_name(name)):
+    is_ours = found.tier == Tier.MEMORY or (found.tier == Tier.LOCAL and not found.files)
+    if not (order_of(name) is not None if is_ours else _is_name(name)):
         raise UsageError(
             f"group rank 0 sent {printable(name[:200])!r} as the checkpoint to resume from, expected a name: check whether "
             "another program writes to the rendezvous store"

@@ -23,7 +23,7 @@ from functools import cached_property, reduce
 from typing import TypeVar
 
 from elastic_ext.base import waits
-from elastic_ext.base.contracts import Exchange, Resumption
+from elastic_ext.base.contracts import Exchange, Resumption, SavePlace
 from elastic_ext.base.errors import BadCheckpoints, ElasticExtError, RoundOver, StorageAway, UsageError
 from elastic_ext.base.printable import printable, redacted
 from elastic_ext.base.records import RecordError
@@ -31,13 +31,15 @@ from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints import verifying
 from elastic_ext.checkpoints.agreement import messages
 from elastic_ext.checkpoints.agreement.messages import Agreement, NewestSaved, Offers, Tier
+from elastic_ext.checkpoints.agreement.shared_dir import SharedDir
 from elastic_ext.checkpoints.choice import hints, listing, rank_files
 from elastic_ext.checkpoints.choice.decisions import Choice, Resume
 from elastic_ext.checkpoints.copying import notes
-from elastic_ext.checkpoints.directory import own_files, tiers
+from elastic_ext.checkpoints.directory import own_files, save_place, tiers
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import Inspection, order_of, order_or_oldest
 from elastic_ext.checkpoints.record.stored import known_saves, newest_attempt
+from elastic_ext.checkpoints.sharing.all_nodes import AllNodes
 from elastic_ext.checkpoints.storage import Entry, Storage, is_away, open_parent, open_storage, poll, split_path
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,8 @@ class NodeInRound:
     # refused, saved: see `Offers`.
     refused: tuple[str, ...] = ()
     saved: NewestSaved | None = messages.NONE_SAVED
+    ranks: tuple[int, ...] = (0,)  # global ranks of its workers
+    shared: SharedDir | None = None  # how the nodes read each other's local directories; None: they do not
     restarts: bool = False  # this is not the first round
     resumes: bool = False  # a script of this job was seen to take our word for what to resume from
 
@@ -82,7 +86,7 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
             user can say from which checkpoint.
         StorageAway: the storage has not answered for AWAY_S, and no copy in memory makes up for that.
         OSError: the storage refuses in another way (on node 0; a UsageError on the others).
-        RoundOver: the round ended before all nodes knew the answer.
+        RoundOver: the round ended before all nodes knew the answer, or a node that has files of it does not answer.
     """
     if settings.checkpoint_dir is None:
         return Resumption()
@@ -92,15 +96,15 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
         return side.seen(messages.read_agreement(exchange.choice(ANSWER_S)), time.monotonic() + VISIBLE_S)
     try:
         received = side.received(exchange)
-        agreement = once_there(lambda: side.decide(received))
+        found = once_there(lambda: side.decide(received))
+        agreement = replace(found, rounds=max((each.rounds for each in received), default=0), place=side.save_place(received))
     except RoundOver:
         raise
     except (ElasticExtError, OSError) as error:
         exchange.publish(messages.encode(messages.failure(error)))
         raise
     exchange.publish(messages.encode(agreement))
-    rounds = max((each.rounds for each in received), default=0)
-    return replace(side.resumption(agreement), lost=side.lost, rounds=rounds)
+    return replace(side.resumption(agreement), lost=side.lost)
 
 
 T = TypeVar("T")
@@ -147,6 +151,7 @@ class _NodeSide:
         self._memory = open_storage(place.memory) if place.memory else None
         self._remote = RemoteTier(settings, checkpoint_dir, run_id, place)
         self.lost = ""  # see `Resumption`; set by `decide`
+        self._all_nodes: Storage | None = None  # of the local directories, on node 0
 
     @cached_property
     def _asked_for(self) -> Storage | None:
@@ -164,7 +169,17 @@ class _NodeSide:
             has_memory=self._memory is not None,
             saved=place.saved,
             rounds=_rounds(self._local, self._settings),
+            place=save_place.find(self._local, self._remote.storage) if self._local is not None else SavePlace(),
+            server=place.shared.offered() if place.shared is not None else None,
         )
+
+    def save_place(self, received: Sequence[Offers]) -> SavePlace:
+        """Return where all nodes save in this round, on node 0."""
+        if self._local is None:  # nor has any other node
+            return save_place.NAMED if self._settings.local_dir is not None else SavePlace()
+        if self._place.nodes > 1 and self._settings.local_saves != "all":
+            return save_place.SEVERAL
+        return save_place.of_all([each.place for each in received], self._place.nodes)
 
     def received(self, exchange: Exchange) -> list[Offers]:
         """Return what the nodes have in their own tiers, by rank; nothing if that is not known of all of them."""
@@ -186,9 +201,9 @@ class _NodeSide:
 
         Raises as `agree` does, and OSError if the storage does not answer and must be waited for.
         """
-        choice = self._from_script()
+        choice = self._from_script(received)
         self._remote.local = choice
-        saved = agreement_of(choice.resume, Tier.LOCAL) if choice is not None and choice.resume is not None else None
+        saved = self._of_script(choice.resume, received) if choice is not None and choice.resume is not None else None
         if saved is None and not any(each.offers or each.memory for each in received):
             return self._remote.newest(None)
         away = self._remote.refresh()
@@ -205,21 +220,42 @@ class _NodeSide:
                 logger.warning("not resuming from %s in memory, but from an older checkpoint: %s", printable(name), self.lost)
         return agreement
 
-    def _from_script(self) -> Choice | None:
-        """Return the choice among what a script has saved in `local_dir` in its own way, if this is the only node."""
-        if self._local is None or self._place.nodes > 1:
+    def _from_script(self, received: Sequence[Offers]) -> Choice | None:
+        """Return the choice among what a script has saved in its own way in the nodes' local directories."""
+        if self._local is None:
             return None
         settings, verify = self._settings, verifying.Mode(self._settings.verify)
         try:
-            if not (known_saves(self._local) or notes.is_used(self._local)):
-                return None  # it is for `Checkpointer` only
+            self._all_nodes = self._shown_as_one(received)
+            if self._all_nodes is None:
+                return None
             wanted = listing.Wanted(pattern=settings.checkpoint_pattern, verify=verify, of_scripts=True)
-            choice = listing.newest_in(self._local, wanted)
+            choice = listing.newest_in(self._all_nodes, wanted)
         except (OSError, UsageError) as error:
-            logger.warning("not resuming from local_dir %s: %s", self._settings.local_dir, error)
+            logger.warning("not resuming from local_dir %s: %s", settings.local_dir, error)
             return None
         _log_passed_over(choice)
         return choice
+
+    def _shown_as_one(self, received: Sequence[Offers]) -> Storage | None:
+        """Return the local directories of all nodes as one; None if no script has saved there. Raises OSError."""
+        place, local = self._place, self._local
+        assert local is not None
+        if place.nodes == 1:
+            return local if any(each.rounds for each in received) or notes.is_used(local) else None
+        if place.shared is None or not any(each.rounds for each in received):
+            return None
+        return place.shared.all_nodes(place.node, [each.server for each in received])
+
+    def _of_script(self, resume: Resume, received: Sequence[Offers]) -> Agreement:
+        agreement, all_nodes = agreement_of(resume, Tier.LOCAL), self._all_nodes
+        if not isinstance(all_nodes, AllNodes):
+            return agreement
+        of_ranks = rank_files.files_by_rank(all_nodes, agreement.name)
+        own = tuple(messages.RankFile(rank, split_path(path)[1]) for rank, path in sorted(of_ranks.items()))
+        files, servers = all_nodes.files_of_save(agreement.name), tuple(each.server for each in received)
+        number = all_nodes.number_of(agreement.name)
+        return replace(agreement, files=files, servers=servers, rank_files=own, number=number)
 
     def _without_storage(self, away: OSError, memory: messages.MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
@@ -236,14 +272,43 @@ class _NodeSide:
         return agreement
 
     def resumption(self, agreement: Agreement) -> Resumption:
-        """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory."""
+        """Return what this node resumes from. Raises UsageError if this node lacks the agreed directory, or cannot fetch it.
+
+        Raises RoundOver if another node does not answer meanwhile.
+        """
         step, reason = agreement.step, printable(agreement.reason[: messages.MAX_TEXT])
+        found = Resumption("", step, reason, agreement.passed_over, rounds=agreement.rounds, place=agreement.place)
         if not agreement.name:
-            return Resumption("", step, reason, agreement.passed_over)
-        directory = self._directory(agreement)
-        files = rank_files.files_by_rank(directory, agreement.name)
-        path, is_local = directory.path(agreement.name), agreement.tier == Tier.LOCAL
-        return Resumption(path, step, reason, local=is_local, files=files, save_number=agreement.save_number)
+            return found
+        directory, is_local = self._directory(agreement), agreement.tier == Tier.LOCAL
+        if agreement.files:
+            directory = self._fetched(agreement)
+            files = {each.rank: directory.path(each.name) for each in agreement.rank_files}
+        else:
+            files = rank_files.files_by_rank(directory, agreement.name)
+        path = directory.path(agreement.name)
+        return replace(
+            found,
+            path=path,
+            passed_over=False,
+            local=is_local,
+            files=files,
+            save_number=agreement.save_number,
+            fetched=agreement.number if agreement.files else 0,
+        )
+
+    def _fetched(self, agreement: Agreement) -> Storage:
+        """Return the directory in which this node has all that it needs. Raises UsageError, RoundOver."""
+        assert self._place.shared is not None
+        try:
+            return self._place.shared.fetch(agreement, self._place.node, self._place.ranks)
+        except (ConnectionError, TimeoutError) as error:  # a node that was lost meanwhile: that ends the round for all
+            raise RoundOver(f"{printable(agreement.name)} cannot be fetched: {printable(str(error))}") from error
+        except OSError as error:
+            raise UsageError(
+                f"{platform.node()} cannot get the checkpoint {printable(agreement.name)} from the local_dir of other nodes: "
+                f"{printable(str(error))}"
+            ) from error
 
     def seen(self, agreement: Agreement, deadline: float) -> Resumption:
         """Return the `resumption`, after waiting until this node sees a checkpoint that all nodes share.

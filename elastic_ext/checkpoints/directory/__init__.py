@@ -19,6 +19,7 @@ job, and of later jobs, use them to inform each other about checkpoints:
     held/, copied/, removed/,    in a local directory: what is copied of the saves of scripts there (`copying/`)
     used, off
     fetched/                     in a local directory: files that other nodes sent for a load (`ranks`)
+    of_nodes/NUMBER/             the same of what a script has saved, with links to this node's own files (`sharing/fetching`)
     choosing, loading/NAME       in a local directory: locks of agents that choose and workers that load (`tiers`)
 
 Only the named module reads and writes each file. But for those of `saves/`, the files have no version: fields may be added, and

@@ -189,6 +189,7 @@ class Mark:
     written_at: float = 0.0
     # Where no other checkpoint may be used, a run may begin from nothing: so did the one that has saved it.
     from_nothing: bool = False
+    save_number: int = 0  # of the marked save, where that is known: it holds for none with a greater one
 
     def holds(self, written_at: float | None) -> bool:
         """Return whether it holds for a checkpoint of its name that was written then; None: unknown."""
@@ -196,13 +197,19 @@ class Mark:
 
 
 def quarantine(
-    storage: Storage, name: str, reason: str, by: str = "", written_at: float | None = None, from_nothing: bool = False
+    storage: Storage,
+    name: str,
+    reason: str,
+    by: str = "",
+    written_at: float | None = None,
+    from_nothing: bool = False,
+    save_number: int = 0,
 ) -> None:
     """Quarantine a checkpoint, so that no job resumes from it. Overwrites an earlier mark.
 
-    written_at, from_nothing: see Mark; None if unknown. Raises OSError.
+    written_at, from_nothing, save_number: see Mark; None if unknown. Raises OSError.
     """
-    _set(storage, QUARANTINE, name, Mark(reason, by, time.time(), written_at or 0.0, from_nothing))
+    _set(storage, QUARANTINE, name, Mark(reason, by, time.time(), written_at or 0.0, from_nothing, save_number))
 
 
 def lift_quarantine(storage: Storage, name: str) -> None:

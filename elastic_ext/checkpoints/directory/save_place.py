@@ -1,15 +1,19 @@
-"""Where a script that saves in its own way saves in one round: `local_dir`, or `checkpoint_dir` if there is no room in it."""
+"""Where a script that saves in its own way saves in one round: `local_dir`, or `checkpoint_dir` if there is no room in it.
+
+On several nodes it is the same everywhere, as a save is a whole only in one of them: `local_dir` if all nodes have room there.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
-from elastic_ext.base.settings import Settings
+from elastic_ext.base.contracts import SavePlace
 from elastic_ext.checkpoints.record.stored import known_saves, read_save
-from elastic_ext.checkpoints.storage import open_storage
+from elastic_ext.checkpoints.storage import Storage
 
 logger = logging.getLogger(__name__)
 
@@ -18,47 +22,53 @@ SAVES_AT_ONCE = 2  # a script removes its old save after the new one
 MOST_READ = 8  # of the last saves
 
 
-@dataclass(frozen=True)
-class SavePlace:
-    """Whether to save in `local_dir`, and why not, for people; "" where it is not set."""
-
-    local: bool
-    reason: str = ""
-    full: bool = False  # because there is no room
+SEVERAL = SavePlace(False, "there are several nodes, and local_saves is not `all`")
+NAMED = SavePlace(False, "resume_from is set, which overrides local_dir")
 
 
-def decide(nodes: int, free: int, last: int, named: bool) -> SavePlace:
-    """Pure. free: bytes in `local_dir`. last: bytes of the job's last save; 0: unknown. named: `resume_from` is set."""
-    if nodes > 1:
-        return SavePlace(False, f"there are {nodes} nodes, and files that a script saves on one are not on the others")
-    if named:
-        return SavePlace(False, "resume_from is set, which overrides local_dir")
+def decide(free: int, last: int) -> SavePlace:
+    """Pure. free: bytes in `local_dir`. last: bytes of the job's last save; 0: unknown."""
     needed = max(LEAST_FREE, SAVES_AT_ONCE * last)
     if free < needed:
         return SavePlace(False, f"it has {free / 1e6:.0f} MB free, and a save needs {needed / 1e6:.0f} MB", full=True)
     return SavePlace(True)
 
 
-def find(settings: Settings, nodes: int) -> SavePlace:
-    """Return where to save in this round."""
-    if settings.local_dir is None or settings.checkpoint_dir is None:
-        return SavePlace(False)
-    local = open_storage(settings.local_dir).address
+def of_all(places: Sequence[SavePlace], nodes: int) -> SavePlace:
+    """Return the place for a round of this many nodes. places: of those that have said theirs, by group rank. Pure."""
+    if len(places) < nodes:
+        return SavePlace(False, f"{nodes - len(places)} of {nodes} nodes have not said whether they have room there", full=True)
+    away = next(((node, each) for node, each in enumerate(places) if not each.local), None)
+    if away is None:
+        return SavePlace(True)
+    node, place = away
+    return replace(place, reason=f"node {node}: {place.reason}" if nodes > 1 and place.reason else place.reason)
+
+
+def find(local: Storage, remote: Storage) -> SavePlace:
+    """Return where this node can save in this round. local, remote: `local_dir` and `checkpoint_dir`."""
     try:
-        os.makedirs(local, exist_ok=True)
-        free, last = shutil.disk_usage(local).free, _last_size(settings.local_dir)
+        os.makedirs(local.address, exist_ok=True)
+        free, last = shutil.disk_usage(local.address).free, _last_size(local)
     except OSError as error:
         return SavePlace(False, f"it cannot be used: {error}", full=True)
-    if not last and nodes == 1:
+    return decide(free, last or _size_at_start(remote))
+
+
+_at_start: dict[str, int] = {}  # by address
+
+
+def _size_at_start(remote: Storage) -> int:
+    """Return the bytes of the job's last save, asked once: a restart must not wait for that. 0: unknown."""
+    if remote.address not in _at_start:
         try:
-            last = _last_size(settings.checkpoint_dir)
+            _at_start[remote.address] = _last_size(remote)
         except OSError as error:
             logger.debug("the size of the last save is unknown: %s", error)
-    return decide(nodes, free, last, bool(settings.resume_from))
+    return _at_start.get(remote.address, 0)
 
 
-def _last_size(directory: str) -> int:
+def _last_size(storage: Storage) -> int:
     """Return the bytes of the largest one of the last saves of each kind. Raises OSError."""
-    storage = open_storage(directory)
     saves = [read_save(storage, known) for known in sorted(known_saves(storage).values())[-MOST_READ:]]
     return max((sum(file.size for file in save.files) for save in saves if save is not None), default=0)

@@ -12,20 +12,23 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from elastic_ext.agent import companion, launch
 from elastic_ext.agent.beginning import RoundBeginning, newest_checkpoint_step
 from elastic_ext.agent.feature import Feature, JobParts
-from elastic_ext.base import contracts, diagnosis, errors, files
+from elastic_ext.base import contracts, diagnosis, errors, files, threads
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement import nodes
 from elastic_ext.checkpoints.agreement.messages import MAX_OFFERS, NONE_SAVED, NewestSaved
 from elastic_ext.checkpoints.agreement.quarantine import quarantine, quarantine_newer
+from elastic_ext.checkpoints.agreement.shared_dir import SharedDir
 from elastic_ext.checkpoints.choice import listing
-from elastic_ext.checkpoints.directory import save_place, tiers
+from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
+from elastic_ext.checkpoints.sharing.fetching import let_go, pin_of
 from elastic_ext.checkpoints.storage import LocalStorage, open_storage
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.rendezvous.contract import Rendezvous
@@ -35,6 +38,7 @@ from elastic_ext.workers.progress import Progress
 logger = logging.getLogger(__name__)
 
 COPIES = "memory"  # in the agent's private directory
+LOADED_STEPS = 32  # of one worker, after which all have loaded what was fetched from other nodes
 SHARE = 4  # a quarter of the memory that is free, and what the copies already have
 
 
@@ -112,12 +116,9 @@ class ResumePoint(RoundBeginning):
         pin: tiers.Pin | None = None,
         copies: MemoryCopies | None = None,
         memory: Mapping[str, str] | None = None,
-        nodes: int = 1,
     ) -> None:
-        """copies: this node's copies in memory. memory: the environment variables about them. nodes: of the round."""
+        """copies: this node's copies in memory. memory: the environment variables about them."""
         super().__init__(checkpoint)
-        self.place = save_place.find(settings, nodes)
-        self.saves_locally = self.place.local
         self._copies, self._memory = copies, memory or {}
         self._settings = settings
         self._pin = pin
@@ -130,7 +131,7 @@ class ResumePoint(RoundBeginning):
         return {
             contracts.CHECKPOINT_DIR: self._settings.checkpoint_dir or "",
             contracts.LOCAL_DIR: self._settings.local_dir or "",
-            contracts.SAVE_DIR: (self._settings.local_dir if self.place.local else self._settings.checkpoint_dir) or "",
+            contracts.SAVE_DIR: (self._settings.local_dir if self.saves_locally else self._settings.checkpoint_dir) or "",
             **self.checkpoint.variables,
             **self._memory,
         }
@@ -147,14 +148,30 @@ class ResumePoint(RoundBeginning):
             logger.log(level, "resuming from %s, step %s (%s)", checkpoint.path, checkpoint.step, checkpoint.reason)
         else:
             logger.log(level, "starting from nothing: %s", checkpoint.reason)
-        if self.place.reason:
-            fallback = logging.WARNING if self.place.full else logging.DEBUG
-            logger.log(fallback, "save_dir() is checkpoint_dir in this round, not local_dir: %s", self.place.reason)
+        place = checkpoint.place
+        if place.reason:
+            fallback = logging.WARNING if place.full else logging.DEBUG
+            logger.log(fallback, "save_dir() is checkpoint_dir in this round, not local_dir: %s", place.reason)
 
     def check(self, workers: companion.LocalWorkers) -> None:
-        # Loading is collective: once one worker has made a step, all have loaded.
-        if self._pin is not None and any(progress.steps or progress.saves for progress in workers.read_progress()):
+        # Loading is collective: once one worker has made a step, all have loaded. But some make steps first, to have a state to
+        # load into (`_init_optim_state` in torch/distributed/checkpoint/state_dict.py), and what was fetched would then be gone.
+        least = LOADED_STEPS if self.checkpoint.fetched else 1
+        if self._pin is not None and any(progress.steps >= least or progress.saves for progress in workers.read_progress()):
             self.release()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what was fetched from other nodes: with all of a checkpoint on each node, that may be a lot of memory."""
+        local = open_storage(self._settings.local_dir or "/")
+        if not self.checkpoint.fetched or not isinstance(local, LocalStorage):
+            return
+        try:
+            remove = let_go(local, self.checkpoint.fetched)
+        except OSError as error:
+            logger.warning("what was fetched from other nodes stays in local_dir: %s", error)
+            return
+        threads.started(remove, "elastic_ext-free", logger.debug, "what was fetched from other nodes stays for now: %s")
 
     def workers_ended(self, workers: companion.LocalWorkers) -> None:
         self.release()
@@ -194,7 +211,8 @@ class ResumePoint(RoundBeginning):
                 self._quarantine_newer(verdict.refuse_newer, verdict.round, verdict.refused_by == node)
             if blamed and not blamed_copy:
                 reason = f"the failure of round {verdict.round} (kind {decision.kind}, rule {decision.rule}) is blamed on it"
-                quarantine(self._settings, self.checkpoint.path, decision.kind == diagnosis.NUMERIC, reason)
+                number = self.checkpoint.save_number or 0
+                quarantine(self._settings, self.checkpoint.path, decision.kind == diagnosis.NUMERIC, reason, number)
         except (errors.UsageError, errors.StorageAway, OSError) as error:
             logger.warning("the checkpoint or copy that is blamed for the failure could not be quarantined or refused: %s", error)
 
@@ -212,11 +230,16 @@ def after_round(known: NewestSaved | None, workers: Sequence[Progress]) -> Newes
 
 
 def place_of(group: WorkerGroup) -> nodes.NodeInRound:
-    return nodes.NodeInRound(group.group_rank, group.group_world_size, len(group.workers))
+    ranks = tuple(worker.global_rank for worker in group.workers)
+    return nodes.NodeInRound(group.group_rank, group.group_world_size, len(group.workers), ranks=ranks)
 
 
-def agree(settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies: MemoryCopies) -> ResumePoint:
-    """Return the checkpoint that this round resumes from; it is the same on every node. copies: this node's copies in memory.
+def agree(
+    settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies: MemoryCopies, shared: SharedDir | None = None
+) -> ResumePoint:
+    """Return the checkpoint that this round resumes from; it is the same on every node.
+
+    copies: this node's copies in memory. shared: how the nodes read each other's local directories.
 
     Raises RoundOver: the round ended before all of its nodes knew the choice; others: see `nodes.agree`.
     """
@@ -225,7 +248,7 @@ def agree(settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies:
         room = copies.open(place.nodes)
         if room is not None:
             place = replace(place, memory=room.directory, refused=copies.refused)
-        place = replace(place, saved=copies.saved, restarts=job.part.round > 1, resumes=copies.resumes)
+        place = replace(place, saved=copies.saved, restarts=job.part.round > 1, resumes=copies.resumes, shared=shared)
         if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
             copies.saved = replace(copies.saved, round=job.part.round)
         checkpoint = nodes.agree(settings, job.get_run_id(), job.part.exchange, place)
@@ -234,13 +257,13 @@ def agree(settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies:
             copies.checkpoint_step = checkpoint.at
         memory = room.variables(place.workers) if room is not None else {}
         if pin is not None and checkpoint.local:
-            pin.keep_only(checkpoint.path.rpartition("/")[2])
+            pin.keep_only(pin_of(checkpoint.fetched) if checkpoint.fetched else checkpoint.path.rpartition("/")[2])
             kept, pin = pin, None
-            return ResumePoint(settings, checkpoint, kept, copies, memory, place.nodes)
+            return ResumePoint(settings, checkpoint, kept, copies, memory)
     finally:
         if pin is not None:
             pin.release()
-    return ResumePoint(settings, checkpoint, None, copies, memory, place.nodes)
+    return ResumePoint(settings, checkpoint, None, copies, memory)
 
 
 class Resuming(Feature):
@@ -249,6 +272,7 @@ class Resuming(Feature):
     def __init__(self, parts: JobParts) -> None:
         super().__init__(parts)
         self._copies = MemoryCopies(parts.settings, parts.run_dir)
+        self._shared: SharedDir | None = None  # from the first round of several nodes on
 
     @staticmethod
     def check(settings: Settings) -> None:
@@ -264,10 +288,32 @@ class Resuming(Feature):
             logger.warning("checkpoint_dir %s cannot be listed now: %s", settings.checkpoint_dir, error)
 
     def agree(self, group: WorkerGroup) -> ResumePoint:
-        return agree(self.parts.settings, self.parts.job, place_of(group), self._copies)
+        place = place_of(group)
+        if place.nodes > 1 and self._shared is None:
+            self._shared = _shared(self.parts.settings, self.parts.job.node.address)
+        return agree(self.parts.settings, self.parts.job, place, self._copies, self._shared)
+
+    def close(self) -> None:
+        if self._shared is not None:
+            self._shared.close()
 
     def saves_to(self) -> Sequence[str]:
         return addresses(self.parts.settings)
+
+
+def _shared(settings: Settings, host: str) -> SharedDir | None:
+    """Serve `local_dir` to the other nodes of the job; None where it is not set, or cannot be served."""
+    if settings.local_dir is None or settings.checkpoint_dir is None or settings.local_saves != "all":
+        return None
+    local = open_storage(settings.local_dir)
+    try:
+        secret = settings.job_secret or ""
+        if not secret and settings.job_secret_file is not None:
+            secret = Path(settings.job_secret_file).read_text().strip()
+        return SharedDir(local, host, secret) if isinstance(local, LocalStorage) else None
+    except (OSError, ValueError) as error:
+        logger.warning("other nodes cannot read local_dir, so no round resumes from what a script saves there: %s", error)
+        return None
 
 
 def addresses(settings: Settings) -> list[str]:

@@ -38,7 +38,7 @@ FOREIGN = {"notes.txt": b"lr=3e-4\n", "config.json": b'{"hidden": 64}\n', "plots
 
 @dataclass(frozen=True)
 class Result:
-    """Of one kill. kind: whom it hit. cut: the entries that some rank was writing then."""
+    """Of one kill. kind: whom it hit. cut: the entries that some rank was writing then. done: the last step saved by then."""
 
     kill: int
     kind: str
@@ -47,6 +47,7 @@ class Result:
     why: str
     resumes: str | None = None
     restart_s: float = 0.0
+    done: int = 0
 
 
 @dataclass
@@ -69,12 +70,9 @@ class Lines:
 class Agent:
     """One agent after the other, of the same command."""
 
-    def __init__(self, kind: str, folder: Path, directory: str, environ: dict[str, str], local_conf: str = "") -> None:
-        """local_conf: settings of a job that saves in local_dir; directory: its checkpoint_dir, or where it saves."""
-        conf = f"checkpoint_dir={directory},last_call_timeout=0.2,backoff=0{local_conf}"
-        self._command = [*EXT, f"--nproc-per-node={WORLD}", "--max-restarts=1000000", f"--rdzv-conf={conf}"]
-        self._command += [JOB, kind, SAVE_DIR if local_conf else directory, str(folder / "notes")]
-        self._folder, self._environ = folder, environ
+    def __init__(self, command: list[str], folder: Path, environ: dict[str, str]) -> None:
+        """folder: where it runs, and its log is."""
+        self._command, self._folder, self._environ = command, folder, environ
         self.run = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.alive = False  # it was started, and not killed
@@ -102,6 +100,13 @@ class Agent:
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
             self.kill(agent_first=True)
+
+
+def on_one_node(kind: str, folder: Path, directory: str, local_conf: str = "") -> list[str]:
+    """Return the command of an agent. directory: checkpoint_dir, or where the job saves. local_conf: of one with a local_dir."""
+    conf = f"checkpoint_dir={directory},last_call_timeout=0.2,backoff=0{local_conf}"
+    options = [f"--nproc-per-node={WORLD}", "--max-restarts=1000000", f"--rdzv-conf={conf}"]
+    return [*EXT, *options, JOB, kind, SAVE_DIR if local_conf else directory, str(folder / "notes")]
 
 
 @dataclass
@@ -140,6 +145,9 @@ class Scene:
 class Campaign:
     """`results`: one for each kill."""
 
+    world = WORLD
+    next_save_s = 1.0  # to wait for a save to begin
+
     def __init__(
         self, kind: str, folder: Path, seed: int, environ: dict[str, str], bucket: str = "", all_every: int = 12
     ) -> None:
@@ -169,7 +177,7 @@ class Campaign:
         self._lines.new(), self._starts.new()
 
     def _agent_of(self, generation: int) -> Agent:
-        return Agent(self.kind, self._folder, self._scene.directory, self._environ)
+        return Agent(on_one_node(self.kind, self._folder, self._scene.directory), self._folder, self._environ)
 
     def run(self, kills: int, limit_s: float) -> None:
         """Return after so many kills, or this time."""
@@ -202,10 +210,10 @@ class Campaign:
             return seen.get(max(seen), []) if seen else []
 
         def enough(found: list[Start]) -> bool:
-            return len(found) == WORLD or self._agent.ended() is not None
+            return len(found) == self.world or self._agent.ended() is not None
 
         found = poll(look, enough, time.monotonic() + START_S)
-        return found if len(found) == WORLD else []
+        return found if len(found) == self.world else []
 
     def _judge(self, starts: list[Start]) -> bool:
         """Note a result, and return whether the job is to train now. One that is wrong begins in a new directory instead."""
@@ -289,15 +297,20 @@ class Campaign:
 
     def _kill_ranks(self, starts: list[Start]) -> None:
         draw = self._random
-        pids = [start.pid for start in starts]
+        own = self._pids()
+        pids = [start.pid for start in starts if start.pid in own]
         draw.shuffle(pids)
         pids = pids[: draw.choice((1, 2, 2))]
-        self._hit = "both" if len(pids) == WORLD else "one"
+        self._hit = "none" if not pids else "both" if len(pids) == self.world else "one"
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             time.sleep(draw.choice((0, draw.uniform(0, 0.02))))
         self._ledger.take(self._lines.new())
+
+    def _pids(self) -> set[int]:
+        """Return the processes of the job."""
+        return set(descendants(self._agent.process.pid)) if self._agent.process is not None else set()
 
     def _await_moment(self) -> None:
         if self._random.random() < IN_SAVE:
@@ -306,7 +319,7 @@ class Campaign:
 
     def _await_save(self) -> None:
         """Return as a rank begins to write."""
-        by = time.monotonic() + 1.0
+        by = time.monotonic() + self.next_save_s
         while time.monotonic() < by and self._agent.ended() is None:
             lines = self._lines.new()
             self._ledger.take(lines)

@@ -36,6 +36,7 @@ class Ledger:
 
     whole: dict[str, int] = field(default_factory=dict)
     open: dict[tuple[str, str], int] = field(default_factory=dict)  # by rank and name: the step of a save that has not ended
+    removed: set[str] = field(default_factory=set)  # by the script
 
     def take(self, lines: Iterable[str]) -> None:
         for kind, *fields in (line.split(maxsplit=3) for line in lines):
@@ -44,8 +45,11 @@ class Ledger:
             elif kind == "begin":
                 rank, step, name = fields
                 self.open[rank, name] = int(step)
+                self.removed.discard(name)
                 if self.whole.get(name) != int(step):
                     self.whole.pop(name, None)
+            elif kind == "remove":
+                self.removed.add(fields[2])
             else:
                 self.open.pop((fields[0], fields[2]), None)
 

@@ -22,7 +22,7 @@ from elastic_ext.checkpoints.copying.held import HELD
 from elastic_ext.checkpoints.copying.notes import COPIED
 from elastic_ext.checkpoints.directory.catalogue import list_checkpoints
 from elastic_ext.checkpoints.storage import open_storage, poll
-from tests.chaos.kills.campaign import MOST_KEPT, Agent, Campaign, Result, Scene
+from tests.chaos.kills.campaign import MOST_KEPT, Agent, Campaign, Result, Scene, on_one_node
 from tests.chaos.kills.judging import Start, Verdict
 from tests.jobs import command_of, descendants
 
@@ -42,23 +42,23 @@ class LocalCampaign(Campaign):
         super().__init__(kind, folder, seed, {"KILLS_KEPT": "2"})
 
     def _agent_of(self, generation: int) -> Agent:
-        self._local = Scene(str(self._local_root / f"local{generation}"))
-        self._local.prepare()
-        self._safe = {}
-        conf = f",local_dir={self._local.directory},copy_mb_s={self._random.choice(MB_S)}"
-        return Agent(self.kind, self._folder, self._scene.directory, self._environ, conf)
+        local = Scene(str(self._local_root / f"local{generation}"))
+        local.prepare()
+        self._locals, self._safe = [local], {}
+        conf = f",local_dir={local.directory},copy_mb_s={self._random.choice(MB_S)}"
+        return Agent(on_one_node(self.kind, self._folder, self._scene.directory, conf), self._folder, self._environ)
 
     def _missing(self) -> list[str]:
-        return [*self._scene.missing(), *(f"{name} in local_dir" for name in self._local.missing())]
+        return [*self._scene.missing(), *(f"{name} in {each.directory}" for each in self._locals for name in each.missing())]
 
     @property
     def _copies(self) -> dict[str, str]:
-        return {**self._scene.copies, **self._local.copies}
+        return {name: of for each in (self._scene, *self._locals) for name, of in each.copies.items()}
 
     def _copy(self) -> None:
         """Copy an older step, once in each directory."""
         older = sorted(self._ledger.whole, key=lambda name: self._ledger.whole[name])[:-2]
-        for scene in (self._scene, self._local):
+        for scene in (self._scene, *self._locals):
             there = [name for name in older if Path(scene.directory, name).exists()]
             if there and not scene.copies:
                 name = self._random.choice(there)
@@ -91,8 +91,9 @@ class LocalCampaign(Campaign):
         return self._ledger.expected > self._step
 
     def _copying(self) -> bool:
+        held = [Path(each.directory, HELD) for each in self._locals]
         with suppress(FileNotFoundError):
-            return any(Path(each, ".record").exists() for each in Path(self._local.directory, HELD).iterdir())
+            return any(Path(each, ".record").exists() for of in held if of.is_dir() for each in of.iterdir())
         return False
 
     def _removing(self) -> Callable[[], bool]:
@@ -102,10 +103,10 @@ class LocalCampaign(Campaign):
         def look() -> bool:
             nonlocal before
             now = {}
-            for entry in Path(self._local.directory).iterdir():
+            for entry in (entry for each in self._locals for entry in Path(each.directory).iterdir()):
                 with suppress(FileNotFoundError):
-                    now[entry.name] = len(os.listdir(entry)) if entry.is_dir() else 1
-            loses = any(now.get(name, 0) < count for name, count in before.items() if not name.startswith("."))
+                    now[str(entry)] = len(os.listdir(entry)) if entry.is_dir() else 1
+            loses = any(now.get(path, 0) < count for path, count in before.items() if "/." not in path)
             before = now
             return loses
 
@@ -135,28 +136,28 @@ class LocalCampaign(Campaign):
 
     def _wipe(self) -> None:
         """Another machine takes the place: nothing of local_dir is left. Of what had not arrived nothing is expected."""
-        noted = Path(self._local.directory, COPIED)
+        local = self._locals[0]
+        noted = Path(local.directory, COPIED)
         arrived = {each.name for each in noted.iterdir()} if noted.is_dir() else set()
         once = {name: step for name, step in self._ledger.whole.items() if str(step) in name}  # never written again
         self._safe = {name: step for name, step in once.items() if name in arrived or self._safe.get(name) == step}
         self._ledger.whole = dict(self._safe)
         self._step = min(self._step, self._ledger.expected)
-        shutil.rmtree(self._local.directory)
-        self._local.copies.clear()
-        self._local.prepare()
+        empty(local)
 
     # What was found.
 
     def _add(self, result: Result) -> None:
         if result.verdict is not Verdict.RIGHT:
-            for name, scene in (("checkpoint_dir", self._scene), ("local_dir", self._local)):
+            for scene in (self._scene, *self._locals):
                 rows = list_checkpoints(open_storage(scene.directory))
                 listed = ", ".join(f"{row.name} {row.known.name.lower()} {row.state}" for row in rows)
-                result = replace(result, why=f"{result.why}; {name}: {listed}")
+                result = replace(result, why=f"{result.why}; {scene.directory}: {listed}")
         super()._add(result)
         bad = sum(each.verdict is not Verdict.RIGHT for each in self.results)
         if result.verdict is not Verdict.RIGHT and bad <= MOST_KEPT:
-            shutil.copytree(self._local.directory, self._folder / f"kept{len(self.results)}-local", symlinks=True)
+            for number, each in enumerate(self._locals):
+                shutil.copytree(each.directory, self._folder / f"kept{len(self.results)}-local{number}", symlinks=True)
 
     def _finish(self, starts: list[Start]) -> None:
         """Let the job end; then start it again on another machine."""
@@ -166,22 +167,33 @@ class LocalCampaign(Campaign):
         stop = self._folder / "notes" / "stop"
         stop.touch()
         self._killed_at, self._hit = time.monotonic(), "end"
-        code = poll(self._agent.ended, lambda found: found is not None, time.monotonic() + END_S)
+        code = poll(self._code, lambda found: found is not None, time.monotonic() + END_S)
         self._ledger.take(self._lines.new())
-        left = different(Path(self._local.directory), Path(self._scene.directory))
+        left, noted = self._left()
         wrong = f"not in checkpoint_dir: {left}" if left else ""
         if code != 0:
             wrong = f"the agent has ended with {code}: {self._last_words()}"
         took_s = time.monotonic() - self._killed_at
         verdict = Verdict.WRONG if wrong else Verdict.RIGHT
-        self._add(Result(self._number, "end", (), verdict, wrong or "all is in checkpoint_dir", restart_s=took_s))
+        self._add(Result(self._number, "end", (), verdict, wrong or f"all is in checkpoint_dir{noted}", restart_s=took_s))
         expected = dict(self._ledger.whole)
-        self._wipe()
+        self._lose_all()
         self._ledger.whole = expected
         stop.unlink()
         self._hit = "elsewhere"
         self._agent.start()
         self._judge(self._await_start())
+
+    def _code(self) -> int | None:
+        """Return with what the job has ended; None: it has not."""
+        return self._agent.ended()
+
+    def _left(self) -> tuple[list[str], str]:
+        """Return what checkpoint_dir lacks, and what is to be said of that."""
+        return different(Path(self._locals[0].directory), Path(self._scene.directory)), ""
+
+    def _lose_all(self) -> None:
+        self._wipe()
 
     def counts(self) -> Counter[str]:
         """And by victim, by moment, and both."""
@@ -191,6 +203,13 @@ class LocalCampaign(Campaign):
                 found[f"of {part}"] += 1
                 found[f"of {part}, right"] += each.verdict is Verdict.RIGHT
         return found
+
+
+def empty(scene: Scene) -> None:
+    """As on another machine."""
+    shutil.rmtree(scene.directory)
+    scene.copies.clear()
+    scene.prepare()
 
 
 def different(local: Path, remote: Path) -> list[str]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.checkpoints.record.stored import KnownSave
+from tests.chaos.kills.apart import ApartCampaign, FoundPart, files_in, gone, whole_saves
 from tests.chaos.kills.campaign import Campaign
 from tests.chaos.kills.judging import Ledger, Start, Verdict, judge
 from tests.chaos.kills.local import LocalCampaign, different
@@ -41,6 +43,42 @@ def test_a_save_that_is_overwritten_is_not_expected() -> None:
     assert (made.expected, made.open) == (8, {})
     made.resumed(4)
     assert made.expected == 4
+
+
+def test_what_the_script_removed_is_known() -> None:
+    made = ledger(f"{LINES}remove 0 12 step_4\nremove 0 12 step_0\nbegin 0 12 step_0\n")
+    assert made.removed == {"step_4"}
+
+
+def found(name: str, part: int = 0, parts: int = 1, attempt: int = 1) -> FoundPart:
+    return FoundPart(KnownSave(attempt, 3, name), part, parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        ([found("step_8", 0, 2), found("step_8", 1, 2)], {"step_8": 8}),
+        ([found("step_8", 0, 2), found("step_8", 0, 2)], {}),
+        ([found("step_8", 0, 2), found("step_8", 1, 2, attempt=2)], {}),
+        ([found("step_8.pt")], {"step_8.pt": 8}),
+        ([found("ckpt_8_0.pt"), found("ckpt_8_1.pt")], {"ckpt_8_0.pt": 8, "ckpt_8_1.pt": 8}),
+        ([found("ckpt_8_0.pt"), found("ckpt_4_1.pt")], {}),
+        ([found("ep0-ba8-rank0.pt"), found("ep0-ba8-rank1.pt")], {"ep0-ba8-rank0.pt": 8, "ep0-ba8-rank1.pt": 8}),
+    ],
+    ids=["both", "one twice", "of two saves", "one file", "of ranks", "one rank", "named"],
+)
+def test_which_saves_are_whole(parts: list[FoundPart], whole: dict[str, int]) -> None:
+    assert whole_saves(parts, world=2) == whole
+
+
+def test_files_that_have_gone_are_named(tmp_path: Path) -> None:
+    for name in ("step_4/a", "step_8/a", "notes.txt", ".elastic_ext/own"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    before = files_in(tmp_path)
+    for name in ("step_4/a", "step_8/a", ".elastic_ext/own"):
+        (tmp_path / name).unlink()
+    assert gone(before, files_in(tmp_path), removed=["step_4"]) == ["step_8/a"]
 
 
 @pytest.mark.parametrize(
@@ -97,6 +135,14 @@ def test_what_checkpoint_dir_lacks_is_named(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_two_kills_of_a_job_in_local_dir(tmp_path: Path) -> None:
     campaign = LocalCampaign("own", tmp_path / "own", seed=1, local=tmp_path / "local")
+    campaign.run(kills=2, limit_s=300)
+    counts = campaign.counts()
+    assert (counts["kills"], counts["right"], counts["of elsewhere, right"]) == (2, 2, 1), campaign.results
+
+
+@pytest.mark.full
+def test_two_kills_of_a_job_on_two_nodes(tmp_path: Path) -> None:
+    campaign = ApartCampaign("shards", tmp_path / "shards", seed=1)
     campaign.run(kills=2, limit_s=300)
     counts = campaign.counts()
     assert (counts["kills"], counts["right"], counts["of elsewhere, right"]) == (2, 2, 1), campaign.results

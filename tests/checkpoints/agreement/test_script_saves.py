@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from elastic_ext.base.contracts import Resumption, SavePlace
 from elastic_ext.base.settings import Settings
 from elastic_ext.checkpoints.agreement.nodes import NodeInRound
 from elastic_ext.checkpoints.agreement.quarantine import quarantine, quarantine_newer
@@ -14,7 +15,7 @@ from elastic_ext.checkpoints.copying import notes
 from elastic_ext.checkpoints.copying.script_saves import ScriptSaves
 from elastic_ext.checkpoints.directory import own_files, save_place
 from elastic_ext.checkpoints.storage import LocalStorage, open_storage
-from elastic_ext.features.record.watch import _keeping
+from elastic_ext.features.record.keeping import keeping_of
 from elastic_ext.features.resume.watch import ResumePoint
 from elastic_ext.training.saves import note_used
 from tests.checkpoints.choice.scenes import flip, resumed
@@ -69,7 +70,7 @@ def test_later_saves_in_checkpoint_dir(tiers: Tiers) -> None:
     save(tiers.local, 20)
     save(tiers.local, 40)
     tiers.copy()
-    keeping = _keeping([open_storage(str(each)) for each in (tiers.remote, tiers.local)], 1)
+    keeping = keeping_of([open_storage(str(each)) for each in (tiers.remote, tiers.local)], 1)
     assert {each._attempt for each in keeping.attempts} == {3}
     save(tiers.remote, 30)
     assert tiers.resumed() == "remote/checkpoint-30"
@@ -81,7 +82,7 @@ def test_one_number_for_a_round_of_several_nodes(tiers: Tiers) -> None:
         save(tiers.local, step)
     found = resumed(tiers.remote, local_dir=str(tiers.local), place=NodeInRound(nodes=2))
     assert found.rounds == 2
-    keeping = _keeping([open_storage(str(tiers.remote))], 2, found.rounds)
+    keeping = keeping_of([open_storage(str(tiers.remote))], 2, found.rounds)
     assert keeping.attempts[0]._attempt == 3
 
 
@@ -180,19 +181,37 @@ def test_what_is_newer_than_the_last_comparison(tiers: Tiers) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "free", "last", "named", "expected"),
+    ("free", "last", "expected"),
     [
-        (1, 1 << 30, 0, False, True),
-        (1, 64 << 20, 0, False, False),  # /dev/shm in a pod
-        (1, 1 << 30, 600 << 20, False, False),  # two of them do not fit
-        (1, 1 << 30, 500 << 20, False, True),
-        (1, 1 << 30, 0, True, False),
-        (2, 1 << 30, 0, False, False),
+        (1 << 30, 0, True),
+        (64 << 20, 0, False),  # /dev/shm in a pod
+        (1 << 30, 600 << 20, False),  # two of them do not fit
+        (1 << 30, 500 << 20, True),
     ],
 )
-def test_where_to_save(nodes: int, free: int, last: int, named: bool, expected: bool) -> None:
-    found = save_place.decide(nodes, free, last, named)
+def test_where_to_save(free: int, last: int, expected: bool) -> None:
+    found = save_place.decide(free, last)
     assert (found.local, bool(found.reason)) == (expected, not expected)
+
+
+FULL = SavePlace(False, "it has 64 MB free", full=True)
+
+
+@pytest.mark.parametrize(
+    ("places", "nodes", "reason"),
+    [
+        ([SavePlace(True), SavePlace(True)], 2, ""),
+        ([SavePlace(True), FULL], 2, "node 1: it has 64 MB free"),
+        ([FULL], 1, "it has 64 MB free"),
+        ([SavePlace(True), SavePlace()], 2, ""),
+        ([], 2, "2 of 2 nodes have not said"),
+    ],
+)
+def test_all_nodes_save_in_one_place(places: list[SavePlace], nodes: int, reason: str) -> None:
+    """Else a save would be a whole nowhere."""
+    found = save_place.of_all(places, nodes)
+    assert found.local == (places == [SavePlace(True)] * nodes)
+    assert found.reason.startswith(reason)
 
 
 def test_what_scripts_are_told(tiers: Tiers) -> None:
@@ -200,9 +219,12 @@ def test_what_scripts_are_told(tiers: Tiers) -> None:
     told = ResumePoint(tiers.settings, found).variables()
     assert told["ELASTIC_EXT_SAVE_DIR"] == str(tiers.local)
     (tiers.local / "blocked").touch()
-    elsewhere = Settings(checkpoint_dir=str(tiers.remote), local_dir=str(tiers.local / "blocked"))
-    assert ResumePoint(elsewhere, found).variables()["ELASTIC_EXT_SAVE_DIR"] == str(tiers.remote)
-    assert ResumePoint(Settings(checkpoint_dir="s3://bucket"), found).variables()["ELASTIC_EXT_SAVE_DIR"] == "s3://bucket"
+    elsewhere = resumed(tiers.remote, local_dir=str(tiers.local / "blocked"))
+    assert ResumePoint(tiers.settings, elsewhere).variables()["ELASTIC_EXT_SAVE_DIR"] == str(tiers.remote)
+    named = resumed(tiers.remote, local_dir=str(tiers.local), resume_from="none")
+    assert (named.place.local, named.place.full) == (False, False)
+    without = Settings(checkpoint_dir="s3://bucket")
+    assert ResumePoint(without, Resumption()).variables()["ELASTIC_EXT_SAVE_DIR"] == "s3://bucket"
 
 
 def test_a_note_of_what_was_removed(tiers: Tiers) -> None:
@@ -217,7 +239,7 @@ def test_a_note_of_what_was_removed(tiers: Tiers) -> None:
     script = Script(tiers.local)
     for name in ("checkpoint-20", "checkpoint-40", "tmp-1"):
         script._note(0, "d", 50, name)
-    keeping = _keeping([open_storage(str(tiers.remote)), local], 1)
+    keeping = keeping_of([open_storage(str(tiers.remote)), local], 1)
     keeping.proof.take(script.journals(at=1), {0: 51})
     keeping.proof.release()
     keeping.list_proved(0, 0.0)

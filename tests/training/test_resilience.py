@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from elastic_ext.checkpoints.directory.catalogue import Known, list_checkpoints
+from elastic_ext.checkpoints.storage import open_storage
 from elastic_ext.training.lightning_position import EpochPosition, ReaderNow, position_after
-from tests.jobs import EXT, SCRIPTS, Finished, Job
+from tests.jobs import AGENT, EXT, SCRIPTS, Finished, Job
+from tests.ports import free_port
 
 SLOW_S = 250  # these libraries take long to import, the more so beside other tests
 VARIABLES = {"HF_HUB_OFFLINE": "1", "TORCHELASTIC_LOG_LEVEL": "INFO", "LOGLEVEL": "INFO"}
@@ -26,6 +30,22 @@ def run(folder: Path, library: str, steps: int, workers: int = 2, **variables: s
         done = job.finish(SLOW_S)
     assert done.returncode == 0, done.all
     return done
+
+
+def run_on_two_nodes(folder: Path, library: str, steps: int, **variables: str) -> list[Finished]:
+    """A rank and a local directory on each."""
+    pytest.importorskip(PACKAGES[library])
+    conf = f"--rdzv-conf=checkpoint_dir={folder}/saves,local_dir=local,last_call_timeout=1"
+    where = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", "--rdzv-id=job", "--nnodes=2"]
+    options = ["--rdzv-backend=ext_c10d", *where, "--nproc-per-node=1", "--max-restarts=1", conf]
+    script = [SCRIPTS / "resilient_job.py", library, "saves", str(steps)]
+    with ExitStack() as stack:
+        jobs = []
+        for name in ("a", "b"):
+            (folder / name).mkdir(parents=True)
+            started = Job([*AGENT, *options, *script], folder / name, ELASTIC_EXT_NODE_NAME=name, **VARIABLES, **variables)
+            jobs.append(stack.enter_context(started))
+        return [job.finish(SLOW_S) for job in jobs]
 
 
 def ends(done: Finished) -> set[tuple[str, ...]]:
@@ -59,6 +79,22 @@ def test_a_killed_job_ends_as_if_undisturbed(tmp_path, library, of_epoch):
     assert len(ends(undisturbed)) == 2, undisturbed.all
     assert ends(killed) == ends(undisturbed)
     assert len(list((tmp_path / "undisturbed" / "saves").glob("[!.]*"))) == 2, "older saves are removed"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3 * SLOW_S)
+@pytest.mark.parametrize("library", PACKAGES)
+def test_nodes_that_save_on_their_own_disks(tmp_path, library):
+    """The ranks move to the other node after the kill: what one of them has saved then comes from there."""
+    undisturbed = run(tmp_path / "undisturbed", library, 18)
+    killed = run_on_two_nodes(tmp_path / "killed", library, 18, KILL="1:13")
+    said = "\n".join(each.all for each in killed)
+    assert [each.returncode for each in killed] == [0, 0], said
+    for each in killed:
+        assert re.search(rf"resuming from {tmp_path}/killed/\w/local/\S*[-_=]10\b", each.err), said
+    assert ends(killed[0]) | ends(killed[1]) == ends(undisturbed), said
+    newest = max(list_checkpoints(open_storage(str(tmp_path / "killed" / "saves"))), key=lambda row: row.step or 0)
+    assert (newest.step, newest.known, newest.complete) == (15, Known.PROVED, True), said
 
 
 @pytest.mark.full

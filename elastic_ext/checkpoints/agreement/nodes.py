@@ -71,6 +71,7 @@ class NodeInRound:
     saved: NewestSaved | None = messages.NONE_SAVED
     ranks: tuple[int, ...] = (0,)  # global ranks of its workers
     shared: SharedDir | None = None  # how the nodes read each other's local directories; None: they do not
+    unshared: str = ""  # why they do not, for people
     restarts: bool = False  # this is not the first round
     resumes: bool = False  # a script of this job was seen to take our word for what to resume from
 
@@ -169,9 +170,18 @@ class _NodeSide:
             has_memory=self._memory is not None,
             saved=place.saved,
             rounds=_rounds(self._local, self._settings),
-            place=save_place.find(self._local, self._remote.storage) if self._local is not None else SavePlace(),
+            place=self._save_place(),
             server=place.shared.offered() if place.shared is not None else None,
         )
+
+    def _save_place(self) -> SavePlace:
+        """Return where this node can save in this round."""
+        several = self._place.nodes > 1
+        if self._local is None or (several and self._settings.local_saves != "all"):
+            return SavePlace()
+        if several and self._place.shared is None:
+            return SavePlace(False, f"other nodes cannot read it: {self._place.unshared}", full=True)
+        return save_place.find(self._local, self._remote.storage)
 
     def save_place(self, received: Sequence[Offers]) -> SavePlace:
         """Return where all nodes save in this round, on node 0."""

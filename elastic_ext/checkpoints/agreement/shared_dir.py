@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from elastic_ext.checkpoints.agreement.messages import Agreement
+from elastic_ext.checkpoints.directory.tiers import use_alone
 from elastic_ext.checkpoints.sharing.all_nodes import AllNodes
 from elastic_ext.checkpoints.sharing.catalogue import Catalogue, catalogue_of
 from elastic_ext.checkpoints.sharing.fetching import fetch
@@ -21,9 +22,17 @@ class SharedDir:
     """This node's local directory, which other nodes can read while this object is open. It lives as long as the agent."""
 
     def __init__(self, local: LocalStorage, host: str, secret: str = "") -> None:
-        """host: by which other nodes reach this one. secret: of the job; "": it has none. Raises OSError: it cannot listen."""
+        """host: by which other nodes reach this one. secret: of the job; "": it has none.
+
+        Raises OSError: it cannot listen; UsageError: another agent has this directory, too.
+        """
         self._local, self._secret = local, secret
-        self._server = PartServer(local, host, secret)
+        self._lock = use_alone(local)
+        try:
+            self._server = PartServer(local, host, secret)
+        except BaseException:
+            self._lock.close()
+            raise
         self._has_failed = False  # the last fetch: a node did not answer
 
     @property
@@ -40,6 +49,7 @@ class SharedDir:
 
     def close(self) -> None:
         self._server.close()
+        self._lock.close()
 
     def all_nodes(self, own_node: int, servers: Sequence[PartPlace | None]) -> AllNodes:
         """Return what all nodes of a round have. servers: by group rank. Raises OSError: a node does not answer."""

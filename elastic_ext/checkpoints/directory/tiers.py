@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 from elastic_ext.base.errors import UsageError
 from elastic_ext.base.printable import redacted
@@ -165,10 +165,31 @@ def claim(local: Storage, remote: Storage) -> None:
         )
 
 
+IN_USE = f"{MARKERS}/in_use"
 CHOOSING = f"{MARKERS}/choosing"
 LOADING = f"{MARKERS}/loading"  # a directory with one file per pinned checkpoint
 REMOVAL_S = 20.0  # time limit for the removal of one checkpoint
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # from filesystems without locks, such as Lustre without -o flock
+
+
+def use_alone(local: Storage) -> BinaryIO:
+    """Lock a local directory for this agent until the file, which is returned, is closed: two nodes with one directory would each
+    record their part over that of the other.
+
+    Raises UsageError: another agent has locked it. Where files cannot be locked, all may use it.
+    """
+    lock = os.fdopen(_open(local.path(IN_USE)), "rb")
+    try:
+        is_locked = _try_lock(lock.fileno(), fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            lock.close()
+            raise
+        is_locked = True
+    if not is_locked:
+        lock.close()
+        raise UsageError(f"another agent uses {local.address}, too: give each agent a local_dir of its own")
+    return lock
 
 
 class Pin:

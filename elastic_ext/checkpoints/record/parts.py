@@ -8,7 +8,8 @@ name are put together. A part that is whole says nothing of the others. So a sav
 (c) all parts have the same count of steps, or the name has a number and is new: what is saved beside the training may begin a
     few steps late, but an old part of one node and a new one of another would look alike where a name comes again;
 (d) all parts together have no fewer files than the last save of that kind that was put together, or that was recorded in an
-    earlier round with as many ranks; or the same ones as another save since. Ranks move between nodes, so no node can say that;
+    earlier round with as many ranks; or the same ones as another save since. Nor have they less than half its bytes, but where
+    another save since had as few. Ranks move between nodes, so no node can say that of its own part;
 (e) no worker has removed a part of it meanwhile: what is left of it on other nodes is no save (`LeftParts`).
 
 All nodes list their parts after they are proved. The lists count once every node has read its journals again (`features/record`).
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Annotated
 
 from elastic_ext.base import records
 from elastic_ext.base.printable import counted
@@ -27,7 +29,7 @@ from elastic_ext.checkpoints.formats.candidates import is_hidden, order_of
 from elastic_ext.checkpoints.record.fold import pattern_of
 from elastic_ext.checkpoints.record.journal import JournalLine, SavePath
 from elastic_ext.checkpoints.record.proof import RecordedSave
-from elastic_ext.checkpoints.record.stored import NodePart, RecordedFile
+from elastic_ext.checkpoints.record.stored import LEAST_SHARE, NodePart, RecordedFile
 
 LOCAL = 1
 """The number of the `local_dir` of group rank 0 in the proof of a round; those of the other nodes follow."""
@@ -94,6 +96,7 @@ def _message(node: int, save: RecordedSave) -> ProvedPart:
     return ProvedPart(node, save.order, files, save.count, save.ranks, save.why, save.usual)
 
 
+Size = Annotated[int, records.Within(0, 1 << 62)]
 Parts = Mapping[int, tuple[int, int]]
 """By node, `order` and `changes` of its part."""
 
@@ -140,16 +143,33 @@ def _is_whole(save: WholeSave, last: Parts, is_new: bool) -> bool:
     return len({each.count for each in parts.values()}) == 1 or (is_new and pattern_of(save.name) != save.name)
 
 
+@dataclass(frozen=True)
+class KindFiles:
+    """The last proved save of a kind on all nodes, as one of them has recorded it.
+
+    kind: all names that differ only in digits; "#" stands for these. files: how many it had; 0: other ranks have written it.
+    size: their bytes.
+    """
+
+    kind: str
+    files: records.Count
+    size: Size
+
+
 @dataclass
 class UsualFiles:
-    """How many files saves of a kind have, for (d). A kind is all names that differ only in digits."""
+    """How many files and bytes saves of a kind have, for (d)."""
 
     _last: dict[str, int] = field(default_factory=dict)  # by kind
     _fewer: dict[str, tuple[int, Counter[str]]] = field(default_factory=dict)  # by kind: order and files of the last with fewer
+    _size: dict[str, int] = field(default_factory=dict)  # by kind
+    _shorter: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: order and bytes of the last one cut short
 
-    def know(self, kind: str, files: int) -> None:
+    def know(self, before: Iterable[KindFiles]) -> None:
         """Take what a node knows from earlier rounds."""
-        self._last[kind] = max(files, self._last.get(kind, 0))
+        for each in before:
+            self._last[each.kind] = max(each.files, self._last.get(each.kind, 0))
+            self._size[each.kind] = max(each.size, self._size.get(each.kind, 0))
 
     def lacks(self, save: WholeSave) -> str:
         """Return what it lacks, for people; "": nothing."""
@@ -161,12 +181,28 @@ class UsualFiles:
         self._fewer[kind] = save.order, inside
         return f"all nodes together have {counted(there, 'file')} of it, and the last one of this name had {usual}"
 
-    def recorded(self, save: WholeSave) -> None:
+    def cut_short(self, save: WholeSave, size: int) -> str:
+        """Return whether it has too few bytes, for people; "": no. size: bytes on all nodes."""
+        kind = pattern_of(save.name)
+        usual = self._size.get(kind, 0)
+        order, shorter = self._shorter.get(kind, (save.order, 0))
+        if size >= LEAST_SHARE * usual or (order != save.order and size >= LEAST_SHARE * shorter):
+            return ""
+        self._shorter[kind] = save.order, size
+        return f"all nodes together have {size} bytes of it, and the last one of this name had {usual}"
+
+    def recorded(self, save: WholeSave, size: int) -> None:
         self._last[pattern_of(save.name)] = save.inside.total()
+        self._size[pattern_of(save.name)] = size
 
 
 Listed = Mapping[int, Mapping[str, RecordedFile]]
 """By node, the files in its directory of one name, by their paths relative to the entry; without times."""
+
+
+def size_of(listed: Listed) -> int:
+    """Return the bytes on all nodes. A file that several have counts once."""
+    return sum({name: file.size for files in listed.values() for name, file in files.items()}.values())
 
 
 def refused(save: WholeSave, listed: Listed, nodes: int) -> str:

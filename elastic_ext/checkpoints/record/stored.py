@@ -125,6 +125,11 @@ class StoredSave:
         return self.written if self.parts == 1 else len({each.name for each in (*self.files, *self.elsewhere)})
 
     @property
+    def size_of_all(self) -> int:
+        """Bytes of the files of all parts."""
+        return sum({each.name: each.size for each in (*self.files, *self.elsewhere)}.values())
+
+    @property
     def kinds(self) -> Counter[str]:
         """How many files it has of each name, with "#" for digits."""
         return Counter(pattern_of(each.name) for each in self.files)
@@ -406,7 +411,8 @@ class AttemptRecord:
         saves = {pattern: each for pattern, each in read.items() if each is not None}
         # files of the last save, by its name with "#" for digits, where it is proved and as many ranks wrote it
         self.before = {pattern: each.files_of_all for pattern, each in saves.items() if each.proved and each.world == world}
-        self._sizes = {pattern: sum(of.size for of in each.files) for pattern, each in saves.items() if each.proved}
+        self.sizes = {pattern: each.size_of_all for pattern, each in saves.items() if each.proved}  # bytes; the same
+        self._shorter: dict[str, tuple[int, int]] = {}  # by the same: order and bytes of the last one cut short
         self._loads = next((each.loads for each in reversed(saves.values())), ())
         self._alone = {pattern for pattern, each in saves.items() if each.proved and each.parts == 1}
 
@@ -444,7 +450,9 @@ class AttemptRecord:
         before = self._before(known, last)
         if of.parts == 1 and is_as_before(found, before):
             return
-        doubt = self._doubt(found, ranks.keys(), name) if save.proved else ""
+        doubt = ""
+        if save.proved:
+            doubt = self.unseen(name, found, ranks.keys()) or ("" if of.parts > 1 else self._cut_short(known, found))
         left = sorted(unwritten_of(found, save, before)) if not isinstance(self._storage, LocalStorage) else []
         if left and save.proved:
             doubt = doubt or f"{len(left)} of its files are as an older save has left them: {', '.join(left[:MOST_SHOWN])}"
@@ -480,8 +488,11 @@ class AttemptRecord:
                 self._older[known.name] = before
         return self._older.get(known.name)
 
-    def _doubt(self, found: Mapping[str, Entry], seen: Collection[str], name: str) -> str:
-        """Return why an entry may not be whole although the save is proved, for people; "": for no reason."""
+    def unseen(self, name: str, found: Mapping[str, Entry], seen: Collection[str]) -> str:
+        """Return which files of an entry may be of something else although its save is proved, for people; "": none.
+
+        seen: those that were seen to be written, by their paths relative to the entry. Raises OSError.
+        """
         known = self._known.get(name)
         before = read_save(self._storage, known) if known is not None else None
         older = [] if before is None else [each for each in before.files if each.rank >= 0]
@@ -489,12 +500,18 @@ class AttemptRecord:
         unseen = sorted(found.keys() - seen - same)
         if unseen:
             return f"{len(unseen)} of its files were not seen to be written: {', '.join(unseen[:MOST_SHOWN])}"
-        size, kind = sum(each.size for each in found.values()), pattern_of(name)
-        usual = self._sizes.get(kind, 0)
-        if size < usual * LEAST_SHARE:
-            return f"it has {size} bytes, and the last one of this name {usual}"
-        self._sizes[kind] = size
         return ""
+
+    def _cut_short(self, save: KnownSave, found: Mapping[str, Entry]) -> str:
+        """Return whether a save of this node alone has too few bytes, for people; "": no. Another one as short is not."""
+        size, kind = sum(each.size for each in found.values()), pattern_of(save.name)
+        usual = self.sizes.get(kind, 0)
+        order, shorter = self._shorter.get(kind, (save.order, 0))
+        if size >= LEAST_SHARE * usual or (order != save.order and size >= LEAST_SHARE * shorter):
+            self.sizes[kind] = size
+            return ""
+        self._shorter[kind] = save.order, size
+        return f"it has {size} bytes, and the last one of this name {usual}"
 
     def write_unproved(self, save: RecordedSave, reads: Iterable[EntryRead]) -> None:
         """Record a save that was not proved, unless what was proved of its entry before is still as it was. Raises OSError."""

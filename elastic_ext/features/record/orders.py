@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
 from elastic_ext.base import records
 from elastic_ext.checkpoints.copying import notes
@@ -21,7 +20,7 @@ from elastic_ext.checkpoints.formats import candidates
 from elastic_ext.checkpoints.record import parts
 from elastic_ext.checkpoints.record.fold import EntryRead
 from elastic_ext.checkpoints.record.journal import SavePath
-from elastic_ext.checkpoints.record.parts import LOCAL, ProvedPart, RemovedPart, WholeSave
+from elastic_ext.checkpoints.record.parts import LOCAL, KindFiles, ProvedPart, RemovedPart, Size, WholeSave
 from elastic_ext.checkpoints.record.proof import RecordedSave, RoundRecord
 from elastic_ext.checkpoints.record.stored import (
     AttemptRecord,
@@ -39,9 +38,6 @@ from elastic_ext.features.record.pauses import EVERY_S, Due
 logger = logging.getLogger(__name__)
 
 LOOKS = 10  # after a worker has noted that it removes an entry: it does so then
-
-
-Size = Annotated[int, records.Within(0, 1 << 62)]
 
 
 @dataclass(frozen=True)
@@ -123,9 +119,10 @@ class NodeRecord:
         return self._attempt.begin(attempt)
 
     @property
-    def before(self) -> Mapping[str, int]:
-        """Files of the last save in earlier rounds with as many ranks, by its name with "#" for digits."""
-        return self._attempt.before
+    def before(self) -> tuple[KindFiles, ...]:
+        """What is known of the last saves in earlier rounds."""
+        files, sizes = self._attempt.before, self._attempt.sizes
+        return tuple(KindFiles(kind, files.get(kind, 0), size) for kind, size in sizes.items())
 
     def carry_out(self, orders: Orders) -> tuple[PartList, ...]:
         """Do what is asked for; return what was to be listed."""
@@ -141,19 +138,22 @@ class NodeRecord:
     def _list(self, order: ListOrder) -> PartList:
         found: Mapping[str, Entry] = {}
         ranks: Mapping[str, int] = {}
+        doubt = ""
 
         def look() -> None:
-            nonlocal found, ranks
+            nonlocal found, ranks, doubt
             part = next((each for each in order.parts if each.node == self._node), None)
             if part is None:
                 found = self._others(order.name)
             else:
                 save = part.save(order.name, order.order)
                 found, begin = without_others(self._attempt.listed(save), part, order.parts), len(order.name) + 1
+                unseen = self._attempt.unseen(order.name, found, [path[begin:] for path in save.files])
+                doubt = unseen if len(order.parts) > 1 else ""  # no format can say of a part whether it is whole
                 ranks = {path[begin:]: rank for path, rank in save.files.items() if path in save.written}
                 self._listed[order.order] = save, found
 
-        fault = self._tried(look)
+        fault = self._tried(look) or doubt
         files = tuple(SizedFile(name, each.size, ranks.get(name, -1)) for name, each in sorted(found.items()))
         return PartList(self._node, order.order, files, fault)
 
@@ -321,12 +321,16 @@ class WholeRecord:
             places = [SavePath(LOCAL + node, save.name) for node in range(self.nodes)]
             if same.parts.keys() != save.parts.keys() or same.changes != save.changes or any(map(unsure, places)):
                 del self._listed[order]
+                logger.debug("the save %s is listed again: a node has written to it, or may have", save.name)
                 self._put_off(save.name, now)
             elif answered >= listed.question:
                 del self._listed[order]
                 sizes = listed_by(listed.lists.values())
                 fault = next((each.fault for each in listed.lists.values() if each.fault), "")
                 fault = fault or parts.refused(save, sizes, self.nodes)
+                size = parts.size_of(sizes)
+                if not fault and sum(map(bool, sizes.values())) > 1:  # one node compares it itself
+                    fault = self.usual.cut_short(save, size)
                 if fault:
                     self._refuse(save.name, fault, now)
                     continue
@@ -334,7 +338,7 @@ class WholeRecord:
                 self._refused.pop(save.name, None)
                 self._names.add(save.name)
                 self.removals.saved()
-                self.usual.recorded(save)
+                self.usual.recorded(save, size)
                 lists = tuple(each for _, each in sorted(listed.lists.items()) if each.files)
                 yield WriteOrder(order, save.name, lists, parts.ranks_of_moment(save, current))
 
@@ -354,7 +358,7 @@ class WholeRecord:
     def _refuse(self, name: str, why: str, now: float) -> None:
         self._put_off(name, now)
         if self._refused.get(name) != why:
-            logger.debug("%s is not recorded: %s", name, why)
+            logger.info("the save %s is not recorded now: %s", name, why)
         self._refused[name] = why
 
     def _put_off(self, name: str, now: float) -> None:

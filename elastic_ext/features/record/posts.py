@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from elastic_ext.agent.companion import RoundPlace
 from elastic_ext.base import records, round_store
 from elastic_ext.checkpoints.record.journal import JournalPart, SavePath
-from elastic_ext.checkpoints.record.parts import LOCAL, RemovedPart
+from elastic_ext.checkpoints.record.parts import LOCAL, KindFiles, RemovedPart
 from elastic_ext.features.record.orders import Orders, PartList
 
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1
 SHARED = 0  # the number of `checkpoint_dir` in the journals, as in the workers' messages; that of `local_dir` is LOCAL
-
-
-@dataclass(frozen=True)
-class KindFiles:
-    """kind: the name of a save with "#" for digits. files: how many the last proved one has had, on all nodes."""
-
-    kind: str
-    files: records.Count
 
 
 @dataclass(frozen=True)
@@ -61,10 +53,6 @@ class SavePost:
         """The entries with open files, by the numbers of the round's proof."""
         apart = (SavePath(LOCAL + self.node, name) for name in self.open_apart)
         return frozenset((*(SavePath(SHARED, name) for name in self.open), *apart))
-
-
-def kinds(before: Mapping[str, int]) -> tuple[KindFiles, ...]:
-    return tuple(KindFiles(kind, files) for kind, files in before.items())
 
 
 class PostsOfNodes:
@@ -105,7 +93,11 @@ class PostsOfNodes:
         text = records.encode(orders, SCHEMA)
         if len(text) <= records.MAX_BYTES:
             return text
-        logger.warning("saves with so many files cannot be recorded on several nodes: %s bytes of orders", len(text))
+        logger.warning(
+            "saves with this many files cannot be recorded on several nodes: what they are told of them has %s bytes, %s at most",
+            len(text),
+            records.MAX_BYTES,
+        )
         return records.encode(Orders(orders.attempt, end=orders.end), SCHEMA)
 
     @property

@@ -35,7 +35,7 @@ from elastic_ext.checkpoints.storage import LocalStorage, Storage, open_storage,
 from elastic_ext.features.record.keeping import Keeping, keeping_of
 from elastic_ext.features.record.orders import NodeRecord, Orders, PartList, WholeRecord
 from elastic_ext.features.record.pauses import LOOK_S
-from elastic_ext.features.record.posts import SCHEMA, SHARED, PostsOfNodes, RankSteps, SavePost, kinds, read_orders
+from elastic_ext.features.record.posts import SCHEMA, SHARED, PostsOfNodes, RankSteps, SavePost, read_orders
 from elastic_ext.features.resume.watch import addresses
 from elastic_ext.rendezvous.round_records import EndKind
 from elastic_ext.workers.progress import Progress
@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 ANSWER_S = 0.5  # for the last words of other nodes at the end of a round, if they could still prove something
 NODES_PER_S = 50.0  # that are asked for their steps, as long as these could prove something
 JOIN_S = ANSWER_S + 1.0
+LAST_TURNS = 5  # at the end of a round: what is to be listed, and what to be written; again where a node was at work meanwhile
 LAST_S = 10.0  # the same where nodes save apart, and none was lost: what is not recorded then is lost to the next round
 
 NOT_RECORDED = "saves of this round are no longer recorded: %s"
@@ -173,7 +174,7 @@ class SaveWatch(Companion):
 
     def _report(self, own: NodeRecord | None) -> None:
         store, last = round_store.connect(*self._place.store_at), SavePost(self._place.node)
-        before = kinds(own.before) if own is not None else ()
+        before = own.before if own is not None else ()
         if before:
             self._post(store, replace(last, before=before))
         ended = False  # nothing more will be asked
@@ -230,8 +231,7 @@ class SaveWatch(Companion):
         if own is not None:
             own.begin(keeping.attempt)
             whole = Whole(own, WholeRecord(self._place.nodes, keeping.attempt))
-            for kind, files in own.before.items():
-                whole.record.usual.know(kind, files)
+            whole.record.usual.know(own.before)
         over = False
         while not over:
             over = self._over.wait(LOOK_S)
@@ -253,8 +253,9 @@ class SaveWatch(Companion):
         elif keeping.proof.waits and now < math.inf:
             posts.ask(now, self._place.nodes / NODES_PER_S, orders)
         keeping.write_listed(posts.answered, now, posts.open_now)
-        for _ in range(2) if whole is not None and now == math.inf else ():  # what is to be listed, then what is to be written
+        for _ in range(LAST_TURNS) if whole is not None and now == math.inf else ():
             self._await_answers(keeping, posts, whole)
+            keeping.proof.release()
             orders = self._orders(keeping, posts, now, whole)
             if orders is None or not orders.says_something:
                 break
@@ -289,8 +290,7 @@ class SaveWatch(Companion):
             if whole is not None:
                 whole.record.take(post.lists)
                 whole.record.removals.removed((*post.removed, *whole.own.take_removed()))
-                for each in post.before:
-                    whole.record.usual.know(each.kind, each.files)
+                whole.record.usual.know(post.before)
         if posts.lost:
             self._warn(posts.lost)
             proof.lose(posts.lost)

@@ -234,12 +234,10 @@ def place_of(group: WorkerGroup) -> nodes.NodeInRound:
     return nodes.NodeInRound(group.group_rank, group.group_world_size, len(group.workers), ranks=ranks)
 
 
-def agree(
-    settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies: MemoryCopies, shared: SharedDir | None = None
-) -> ResumePoint:
+def agree(settings: Settings, job: Rendezvous, place: nodes.NodeInRound, copies: MemoryCopies) -> ResumePoint:
     """Return the checkpoint that this round resumes from; it is the same on every node.
 
-    copies: this node's copies in memory. shared: how the nodes read each other's local directories.
+    copies: this node's copies in memory.
 
     Raises RoundOver: the round ended before all of its nodes knew the choice; others: see `nodes.agree`.
     """
@@ -248,7 +246,7 @@ def agree(
         room = copies.open(place.nodes)
         if room is not None:
             place = replace(place, memory=room.directory, refused=copies.refused)
-        place = replace(place, saved=copies.saved, restarts=job.part.round > 1, resumes=copies.resumes, shared=shared)
+        place = replace(place, saved=copies.saved, restarts=job.part.round > 1, resumes=copies.resumes)
         if copies.saved is not None:  # if the round ends before all know the choice, none of its workers can load or save
             copies.saved = replace(copies.saved, round=job.part.round)
         checkpoint = nodes.agree(settings, job.get_run_id(), job.part.exchange, place)
@@ -273,6 +271,7 @@ class Resuming(Feature):
         super().__init__(parts)
         self._copies = MemoryCopies(parts.settings, parts.run_dir)
         self._shared: SharedDir | None = None  # from the first round of several nodes on
+        self._unshared = ""  # why it is not there
 
     @staticmethod
     def check(settings: Settings) -> None:
@@ -290,8 +289,12 @@ class Resuming(Feature):
     def agree(self, group: WorkerGroup) -> ResumePoint:
         place = place_of(group)
         if place.nodes > 1 and self._shared is None:
-            self._shared = _shared(self.parts.settings, self.parts.job.node.address)
-        return agree(self.parts.settings, self.parts.job, place, self._copies, self._shared)
+            try:
+                self._shared = shared_dir(self.parts.settings, self.parts.job.node.address)
+            except (OSError, ValueError, errors.UsageError) as error:
+                self._unshared = str(error)
+        place = replace(place, shared=self._shared, unshared=self._unshared)
+        return agree(self.parts.settings, self.parts.job, place, self._copies)
 
     def close(self) -> None:
         if self._shared is not None:
@@ -301,19 +304,15 @@ class Resuming(Feature):
         return addresses(self.parts.settings)
 
 
-def _shared(settings: Settings, host: str) -> SharedDir | None:
-    """Serve `local_dir` to the other nodes of the job; None where it is not set, or cannot be served."""
+def shared_dir(settings: Settings, host: str) -> SharedDir | None:
+    """Serve `local_dir` to the other nodes of the job; None where it is not set. Raises OSError, ValueError, UsageError."""
     if settings.local_dir is None or settings.checkpoint_dir is None or settings.local_saves != "all":
         return None
     local = open_storage(settings.local_dir)
-    try:
-        secret = settings.job_secret or ""
-        if not secret and settings.job_secret_file is not None:
-            secret = Path(settings.job_secret_file).read_text().strip()
-        return SharedDir(local, host, secret) if isinstance(local, LocalStorage) else None
-    except (OSError, ValueError) as error:
-        logger.warning("other nodes cannot read local_dir, so no round resumes from what a script saves there: %s", error)
-        return None
+    secret = settings.job_secret or ""
+    if not secret and settings.job_secret_file is not None:
+        secret = Path(settings.job_secret_file).read_text().strip()
+    return SharedDir(local, host, secret) if isinstance(local, LocalStorage) else None
 
 
 def addresses(settings: Settings) -> list[str]:

@@ -15,7 +15,7 @@ from elastic_ext.checkpoints.agreement import messages
 from elastic_ext.checkpoints.agreement.nodes import NodeInRound, agree
 from elastic_ext.checkpoints.agreement.shared_dir import SharedDir
 from elastic_ext.checkpoints.storage import LocalStorage
-from elastic_ext.features.resume.watch import _shared
+from elastic_ext.features.resume.watch import shared_dir
 from tests.checkpoints.choice.scenes import TRAINING, saved
 from tests.checkpoints.sharing.several_nodes import SeveralNodes
 
@@ -135,7 +135,7 @@ def test_a_secret_file_with_a_newline(tmp_path: Path) -> None:
         secret.chmod(0o600)
         local = str(tmp_path / f"local_{node}")
         settings = Settings(checkpoint_dir=str(tmp_path), local_dir=local, local_saves="all", job_secret_file=str(secret))
-        found.append(_shared(settings, "127.0.0.1"))
+        found.append(shared_dir(settings, "127.0.0.1"))
     one, other = found
     assert one is not None
     assert other is not None
@@ -144,3 +144,31 @@ def test_a_secret_file_with_a_newline(tmp_path: Path) -> None:
     finally:
         one.close()
         other.close()
+
+
+def test_two_agents_with_one_directory(tmp_path: Path) -> None:
+    """Each would record its part over that of the other: so the script saves in checkpoint_dir, and the log says why."""
+    (tmp_path / "local").mkdir()
+    settings = Settings(checkpoint_dir=str(tmp_path / "shared"), local_dir=str(tmp_path / "local"))
+    first = shared_dir(settings, "127.0.0.1")
+    assert first is not None
+    with pytest.raises(UsageError, match=r"another agent uses .*: give each agent a local_dir of its own") as refused:
+        shared_dir(settings, "127.0.0.1")
+    exchange, found = Exchange(), dict[int, Resumption]()
+    places = NodeInRound(0, 2, shared=first), NodeInRound(1, 2, unshared=str(refused.value))
+
+    def take_part(place: NodeInRound) -> None:
+        found[place.node] = agree(settings, "job", exchange.of(place.node), place)
+
+    threads = [threading.Thread(target=take_part, args=(each,)) for each in places]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    for node in (0, 1):
+        assert not found[node].place.local
+        assert "node 1: other nodes cannot read it: another agent uses" in found[node].place.reason
+    first.close()
+    again = shared_dir(settings, "127.0.0.1")
+    assert again is not None, "the lock goes with its agent"
+    again.close()

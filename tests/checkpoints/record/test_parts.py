@@ -11,6 +11,7 @@ from elastic_ext.checkpoints.record import parts
 from elastic_ext.checkpoints.record.journal import JournalLine, SaveJournal, SavePath
 from elastic_ext.checkpoints.record.parts import (
     LOCAL,
+    KindFiles,
     LeftParts,
     RemovedPart,
     RemovedSaves,
@@ -116,8 +117,7 @@ def test_a_file_that_was_written_counts() -> None:
 def test_fewer_files_need_another_save_like_it() -> None:
     """Ranks may move between nodes meanwhile."""
     usual = UsualFiles()
-    usual.know("s_#", 3)
-    usual.know("s_#", 2)
+    usual.know([KindFiles("s_#", 3, 0), KindFiles("s_#", 2, 0)])
     few, again = (
         WholeSave(name, {1: part(1, order, name), 0: part(0, order + 1, name)}) for name, order in (("s_5", 2), ("s_6", 4))
     )
@@ -127,8 +127,25 @@ def test_fewer_files_need_another_save_like_it() -> None:
     assert "the last one of this name had 3" in usual.lacks(few)
     assert usual.lacks(many) == ""
     assert usual.lacks(again) == ""
-    usual.recorded(again)
+    usual.recorded(again, 2)
     assert usual.lacks(few) == ""
+
+
+def test_half_the_bytes_need_another_save() -> None:
+    usual = UsualFiles()
+    usual.know([KindFiles("s_#", 0, 100), KindFiles("s_#", 2, 90)])
+    first, second, third = (WholeSave(f"s_{order}", {0: part(0, order, f"s_{order}")}) for order in (5, 6, 7))
+    assert usual.cut_short(first, 50) == ""
+    assert "have 49 bytes of it, and the last one of this name had 100" in usual.cut_short(first, 49)
+    assert usual.cut_short(first, 49), "it is the same save"
+    assert usual.cut_short(second, 24)
+    assert usual.cut_short(third, 24) == ""
+    usual.recorded(third, 24)
+    assert usual.cut_short(first, 12) == ""
+
+
+def test_a_file_of_two_nodes_counts_once() -> None:
+    assert parts.size_of({0: files(config=3, r0=4), 2: files(config=3, r2=5), 1: {}}) == 12
 
 
 def test_other_parts_go_two_saves_later() -> None:

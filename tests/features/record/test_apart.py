@@ -266,3 +266,52 @@ def test_a_later_round_goes_on_counting(
         assert {known_saves(each)["s_7"].attempt for each in later.locals} == {2}
         assert [known_saves(later.locals[node])["last"].attempt for node in (0, 2)] == [2, 1]
         later.end()
+
+
+def test_ranks_of_other_sizes_move(
+    apart: Apart, tmp_path: Path, checkpoints: LocalStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank with little to save comes to a node that had one with much: only all parts together say what is cut short."""
+    apart.steps(1)
+    apart.save(5, "s_5", 0, data=b"x" * 100)
+    apart.save(5, "s_5", 1, 2)
+    apart.steps(6)
+    apart.end()
+    made = HashStore()
+    monkeypatch.setattr("elastic_ext.base.round_store.connect", lambda host, port: made)
+    with ExitStack() as stack:
+        later = Apart(tmp_path, checkpoints, stack, rounds=1)
+        later.steps(1)
+        later.save(7, "s_7", 0, 1)
+        later.save(7, "s_7", 2, data=b"x" * 100)
+        later.steps(8)
+        until(lambda: later.parts("s_7") == WHOLE)
+        assert [later.record(node, "s_7").proved for node in range(NODES)] == [True] * NODES
+        later.end()
+
+
+def test_what_is_cut_short_is_not_recorded(apart: Apart) -> None:
+    """Until another save is as short."""
+    apart.steps(1)
+    apart.save(5, "s_5", data=b"x" * 100)
+    apart.steps(6)
+    until(lambda: apart.parts("s_5") == WHOLE)
+    apart.save(7, "s_7", data=b"x" * 40)
+    apart.steps(8)
+    apart.save(9, "s_9", data=b"x" * 40)
+    apart.steps(10)
+    until(lambda: apart.parts("s_9") == WHOLE)
+    assert apart.parts("s_7") == [None] * NODES
+
+
+def test_a_file_that_none_has_written(apart: Apart) -> None:
+    """A part is recorded as proved on all nodes, or on none: a format cannot say of a part whether it is whole."""
+    apart.steps(1)
+    apart.locals[1].put("s_5/foreign", b"x")
+    apart.save(5, "s_5")
+    apart.steps(6)
+    apart.save(7, "s_7")
+    apart.steps(8)
+    until(lambda: apart.parts("s_7") == WHOLE)
+    apart.end()
+    assert apart.parts("s_5") == [None] * NODES

@@ -316,9 +316,9 @@ class Settings:
     local_dir: str | None = _setting(None, DIRECTORY,
         "directory on a fast disk of each node, or in its memory; `elastic_ext.Checkpointer` saves there first, as do scripts "
         "that save in `elastic_ext.save_dir()`; the agent copies to checkpoint_dir in the background")
-    local_saves: str = _setting("all", one_of("one_machine", "all"),
-        "where `elastic_ext.save_dir()` is local_dir: in jobs on one machine only, or in all. On several nodes each node serves "
-        "its local_dir to the others on a free port")
+    local_saves: str = _setting("one_machine", one_of("one_machine", "all"),
+        "where `elastic_ext.save_dir()` is local_dir: in jobs on one machine, or in all. On several nodes this is new: nodes "
+        "fetch each other's files, and some ways to save do not count yet (see [two tiers](checkpoints.md#two-tiers))")
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     memory_every: int | None = _setting(None, STEPS,
         "steps from one copy in memory by `Checkpointer.snapshot` to the next; 0: no copies; default: as often as possible while "

@@ -32,6 +32,7 @@ from elastic_ext.checkpoints.storage import Entry
 MOST_FOREIGN = 4  # kinds that are looked at only to say that they are there
 MOST_COMPARED = 32  # saves, the last ones
 NO_END = "its save was not proved, nothing in it shows its end, and no earlier save shows what it needs"
+OF_ONE_RANK = "no save of it is recorded, and it has fewer files than the one before it, of which each rank has written one"
 FOREIGN = "it was written later, but no save of it is recorded: if this job is to go on from it, set resume_from to its name"
 
 
@@ -131,6 +132,8 @@ def _newest(
         there, most = len(entry.parts or (entry,)), usual_there[known.attempt]
         if not reason and verdict.trust is Trust.TORN:
             reason = verdict.why
+        elif not reason and verdict.save is None and not entry.parts and any(each.parts for _, each in recorded):
+            reason = OF_ONE_RANK
         elif not reason and there < most:
             reason = f"it has fewer files than another save of its round: {there}, not {most}"
         elif not reason and verdict.trust is not Trust.PROVED:

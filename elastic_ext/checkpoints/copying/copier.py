@@ -406,10 +406,11 @@ class Copier:
         except OSError as error:
             logger.warning("local_dir %s cannot be listed: %s", self._local.address, error)
             names = list(last.waiting)
+        waiting = [name for name in last.waiting if order_of(name) is None]
         try:
-            of_script = script_saves.left(self._local)
+            of_script = script_saves.left(self._local, waiting)
         except OSError:
-            of_script = [name for name in last.waiting if order_of(name) is None]
+            of_script = waiting
         return (*(name for name in names if order_or_oldest(name) > complete and name not in self._abandoned), *of_script)
 
 

@@ -43,6 +43,20 @@ class LeftoverFiles:
         elif not entry.is_link:
             self._send(entry)
 
+    def copy_new(self, save: LocalSave) -> None:
+        """Copy what came into the directory of a save after its record was written, beside the copy of that save.
+
+        What is there of other nodes, or of people, stays.
+        """
+        name, known = save.name, self._there.known.get(save.name)
+        recorded = {file.name for file in (*save.save.files, *save.save.elsewhere)}
+        new = {path: file for path, file in files_at(self._local, name).items() if path not in recorded}
+        if known != save.known or not new:
+            return
+        there = files_at(self._remote, name)
+        for path in sorted(new.keys() - there.keys(), key=upkeep.commit_order):
+            upkeep.send(self._local, self._remote, path_of(name, path), new[path], self._throttle)
+
     def is_worse(self, save: LocalSave) -> bool:
         """Return whether a save was not proved, and a proved one has its name in the remote directory."""
         known = self._there.known.get(save.name)

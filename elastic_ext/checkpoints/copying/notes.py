@@ -4,6 +4,7 @@
     .elastic_ext/removed/NAME    a worker was seen to remove the entry
     .elastic_ext/used            a script saves here: it has called `save_dir()`, or one of its saves was copied
     .elastic_ext/off             this round saves elsewhere, so nothing of scripts is copied before its end
+    .elastic_ext/began           its time is that at which the last round began here
 
 So a copy is removed because a script has removed its original, and never because a disk was wiped: then the notes are gone, too.
 The agent writes the latter, the copier the former, and takes both away once the copy is removed or has a new original.
@@ -14,7 +15,7 @@ from __future__ import annotations
 import hashlib
 
 from elastic_ext.checkpoints.directory.own_files import MARKERS
-from elastic_ext.checkpoints.record.stored import KnownSave
+from elastic_ext.checkpoints.record.stored import BEGAN, KnownSave, began_at, files_at
 from elastic_ext.checkpoints.storage import Storage, remove_if_there
 
 COPIED, REMOVED = f"{MARKERS}/copied", f"{MARKERS}/removed"
@@ -47,11 +48,18 @@ def is_off(local: Storage) -> bool:
 
 
 def note_round(local: Storage, saves_here: bool) -> None:
-    """Note where a round saves. Raises OSError."""
+    """Note that a round begins, and where it saves. Raises OSError."""
+    local.put(BEGAN, b"")
     if saves_here:
         remove_if_there(local, OFF)
     elif not is_off(local):
         local.put(OFF, b"")
+
+
+def is_of_earlier_round(local: Storage, name: str) -> bool:
+    """Return whether nothing of an entry was written since the last round began. Raises OSError."""
+    began, times = began_at(local), [each.mtime for each in files_at(local, name).values()]
+    return began is not None and all(time is not None and time < began for time in times)
 
 
 def note_removed(local: Storage, name: str, recorded: bool) -> None:

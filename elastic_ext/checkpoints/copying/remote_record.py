@@ -36,8 +36,8 @@ def is_given_up(save: StoredSave) -> bool:
 
 
 def follows_rank_0(save: StoredSave) -> bool:
-    """Return whether it is a file of a rank that counts only with that of rank 0, whose record is committed last."""
-    return save.here > 0 and len(save.ranks) == 1 and 0 not in save.ranks
+    """Return whether it is a file of a rank that counts only with that of rank 0, or of the lowest rank that has written one."""
+    return save.here > 0 and len(save.ranks) == 1 and save.leader not in save.ranks
 
 
 class RemoteRecord:

@@ -8,7 +8,7 @@ Each node may remove the copy of a save of several nodes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.copying import notes
@@ -17,7 +17,7 @@ from elastic_ext.checkpoints.copying.remote_record import RemoteRecord, follows_
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import candidates
 from elastic_ext.checkpoints.record import stored
-from elastic_ext.checkpoints.record.stored import KnownSave, Trust, files_at
+from elastic_ext.checkpoints.record.stored import KnownSave, StoredSave, Trust, files_at
 from elastic_ext.checkpoints.storage import Storage, remove_if_there
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,8 @@ def _remove_copy(remote: Storage, name: str, identity: str, kept: Collection[str
     if stored.trust(save, found)[0] is not Trust.PROVED or found.keys() != {file.name for file in save.files}:
         return True  # others have written to it
     newer = sorted((each for each in book.values() if each > known and each.name not in kept), reverse=True)
-    if not any(_can_be_used(remote, each) for each in newer):
+    with_it = _with_it(remote, known, save, book)
+    if not any(_can_be_used(remote, each, book) for each in newer if each not in with_it):
         return False
     _remove(remote, name)
     remove_if_there(remote, known.file)
@@ -63,9 +64,16 @@ def _remove_copy(remote: Storage, name: str, identity: str, kept: Collection[str
     return True
 
 
-def _can_be_used(remote: Storage, known: KnownSave) -> bool:
+def _can_be_used(remote: Storage, known: KnownSave, book: Mapping[str, KnownSave]) -> bool:
     save = stored.read_save(remote, known)
-    return save is not None and not follows_rank_0(save) and is_whole(remote, known)
+    if save is None or follows_rank_0(save) or not is_whole(remote, known):
+        return False
+    there = (of for each, of in _with_it(remote, known, save, book).items() if is_whole(remote, each))
+    return not (save.is_of_moment and {*save.moment}.difference(*(each.ranks for each in there)))
+
+
+def _with_it(remote: Storage, known: KnownSave, save: StoredSave, book: Mapping[str, KnownSave]) -> dict[KnownSave, StoredSave]:
+    return stored.of_same_moment(known, save, book.values(), lambda each: stored.read_save(remote, each))
 
 
 def _remove(remote: Storage, name: str) -> None:

@@ -364,7 +364,8 @@ def run(copies: Copies, orders: _Orders, notify: Callable[[CopyState], None]) ->
         last = report
         if finish and not report.waiting and not report.failures:
             return 0
-        if finish and time.monotonic() - progress_at > FINISH_S:
+        nothing_left = set(report.waiting) <= set(report.given_up) and not report.failures
+        if finish and (nothing_left or time.monotonic() - progress_at > FINISH_S):
             return UNFINISHED
         if orders.wait(pause if report.waiting or report.failures else None):
             pause = FIRST_PAUSE_S

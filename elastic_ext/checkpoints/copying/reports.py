@@ -25,6 +25,7 @@ class CopyState:
     # Seconds since this node began to copy the checkpoint that has become complete in this turn; None: none has.
     copy_s: float | None = None
     arrived: str = ""  # name of the last save of a script that has arrived; "": none has
+    given_up: tuple[str, ...] = ()  # of `waiting`, what will never be there: at the end of a job nothing records it any more
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def both(own: CopyState, script: CopyState) -> CopyState:
         lag_steps=None if None in lags else max((each for each in lags if each is not None), default=0),
         lag_s=max(own.lag_s, script.lag_s),
         waiting=own.waiting + script.waiting,
+        given_up=own.given_up + script.given_up,
         failures=worse.failures,
         reason=worse.reason,
         copy_s=own.copy_s if own.copy_s is not None else script.copy_s,

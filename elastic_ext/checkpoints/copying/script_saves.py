@@ -76,6 +76,8 @@ class ScriptSaves:
         self._finish_at: float | None = None  # when the end of the job began
         self._reasons: list[str] = []  # why something has failed in this turn
         self._waiting: list[str] = []
+        self._given_up: list[str] = []
+        self._unrecorded: set[str] = set()  # names that were logged
         self._follows = False  # this node waits for what another one leads
 
     def turn(self, finish: bool) -> CopyState:
@@ -83,7 +85,7 @@ class ScriptSaves:
 
         Does not raise: storage errors go into the report, and what fails holds nothing else up.
         """
-        self._reasons, self._waiting, self._together.others, self._follows = [], [], "", False
+        self._reasons, self._waiting, self._given_up, self._together.others, self._follows = [], [], [], "", False
         self._tiers.there.forget()
         began, arrived = self._tiers.clock(), ""
         if finish or not notes.is_off(self._tiers.local):
@@ -97,6 +99,7 @@ class ScriptSaves:
             lag_steps=lag_steps(self._waiting, arrived or self._last.arrived),
             lag_s=max((now - since for since in self._seen_at.values()), default=0.0),
             waiting=tuple(self._waiting),
+            given_up=tuple(self._given_up),
             failures=self._last.failures + 1 if self._reasons else 0,
             reason=self._reasons[0] if self._reasons else "",
             copy_s=now - began if arrived else None,
@@ -269,30 +272,53 @@ class ScriptSaves:
         if save is not None and has_changed(save, tiers.local):
             save = None
         if save is None and not entry.is_link and pattern_of(name) in tiers.here.kinds_of_several:
-            logger.warning("%s is not copied: no record says which part of a save it is, so it may be torn", entry.path)
-            if may_be_newest(name, tiers.there.arrived(pattern_of(name))) and name not in self._waiting:
-                self._waiting.append(name)
+            self._leave_unrecorded(entry)
         elif entry.sibling or save is None or tiers.here.is_barred(name):
             self._leftovers.copy(entry, save)
         elif together and tiers.here.is_checkpoint(save):
-            if not self._is_done(OneSave((save,))):
+            if self._is_done(OneSave((save,))):
+                self._leftovers.copy_new(save)
+            else:
                 logger.info("%s is not copied now: not all nodes have their part of it", entry.path)
         elif together:
             self._leftovers.copy(entry, None)
         elif self._is_done(OneSave((save,))) and (not self._is_copied(save) or tiers.remote.stat(name) is not None):
-            return
+            self._leftovers.copy_new(save)
         elif self._leftovers.is_worse(save):
             raise upkeep.CopyError(f"{name} was not proved, and its proved copy stays in {tiers.remote.address}")
         elif not self._copy(OneSave((save,))):
             raise upkeep.CopyError(f"{tiers.local.path(name)} is written to while it is copied")
+        else:
+            self._leftovers.copy_new(save)
+
+    def _leave_unrecorded(self, entry: Entry) -> None:
+        """It is of several nodes, and not recorded: the agents may still do that for a while, and other nodes have the rest.
+
+        Nothing is lost with one that an earlier round has left: a later round has begun without it. Raises OSError.
+        """
+        name, tiers = entry.name, self._tiers
+        is_older = notes.is_of_earlier_round(tiers.local, name)
+        if name not in self._unrecorded:
+            self._unrecorded.add(name)
+            why = "it is left from an earlier round, and" if is_older else "it may be torn:"
+            logger.warning("%s is not copied: %s no record says which part of a save it is", entry.path, why)
+        if is_older or not may_be_newest(name, tiers.there.arrived(pattern_of(name))):
+            return
+        if name not in self._waiting:
+            self._waiting.append(name)
+        if self._finish_at is not None and tiers.clock() - self._finish_at >= OLDER_S:
+            self._given_up.append(name)
 
 
-def left(local: Storage) -> list[str]:
-    """Return what a script has saved and has not arrived, as far as notes say, where the copier says nothing. Raises OSError."""
-    used, found = notes.is_used(local), []
+def left(local: Storage, waiting: Sequence[str]) -> list[str]:
+    """Return what a script has saved and has not arrived, as far as notes say. Raises OSError.
+
+    waiting: names of saves of which the copier has said so.
+    """
+    used, found = notes.is_used(local), list(waiting)
     for each in sorted(stored.known_saves(local).values()):
         entry = local.stat(each.name) if order_of(each.name) is None else None
-        if entry is not None and not notes.copied_as(local, each.name).startswith(f"{each.number:x} "):
+        if entry is not None and each.name not in found and not notes.copied_as(local, each.name).startswith(f"{each.number:x} "):
             found += [each.name] if used or detect.check(local, entry).complete else []
     return found or ([f"what else is in {local.address}"] if used else [])
 

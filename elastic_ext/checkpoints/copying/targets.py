@@ -83,12 +83,20 @@ class OneSave:
 
     @property
     def is_of_each_rank(self) -> bool:
-        """Whether each rank of this node wrote a file, so each of the others did, too."""
-        return len(self.ranks) >= self.entries[0].save.here
+        """Whether each wanted rank wrote a file: the record says so, or each rank of this node did."""
+        save = self.entries[0].save
+        return save.is_of_moment or len(self.ranks) >= save.here
+
+    @property
+    def wanted(self) -> frozenset[int]:
+        """The ranks of which files are wanted, of which each rank wrote its own."""
+        save = self.entries[0].save
+        return frozenset(save.moment if save.is_of_moment else range(save.world))
 
     @property
     def leads(self) -> bool:
-        return self.entries[0].save.part == 0 if self.is_part else 0 in self.ranks
+        save = self.entries[0].save
+        return save.part == 0 if self.is_part else save.leader in self.ranks
 
 
 def newest_of_each_kind(saves: Iterable[LocalSave], fits: Callable[[LocalSave], bool] = lambda each: True) -> list[OneSave]:
@@ -113,7 +121,7 @@ def newest_of_each_kind(saves: Iterable[LocalSave], fits: Callable[[LocalSave], 
 def shared_by_kind(saves: Iterable[LocalSave]) -> tuple[list[LocalSave], dict[str, list[OneSave]]]:
     """Return the saves that are on one node only; and by kind, newest first, those of which other nodes have something, too.
 
-    A file that one rank wrote is of the latter if its name says so, or another rank here wrote one at the same moment.
+    A file that one rank wrote is of the latter if its name says so, or another rank wrote one at the same moment.
     """
     listed = sorted(set(saves), key=lambda each: each.known, reverse=True)
     ranks: dict[RankMoment, set[tuple[int, ...]]] = {}
@@ -126,7 +134,9 @@ def shared_by_kind(saves: Iterable[LocalSave]) -> tuple[list[LocalSave], dict[st
         moment = moment_of(each.known, each.save)
         if each.save.parts > 1:
             parts.append(OneSave((each,)))
-        elif _is_of_one_rank(each) and (ANY in moment.label or (len(ranks[moment]) > 1 and moment.count > 0)):
+        elif _is_of_one_rank(each) and (
+            ANY in moment.label or each.save.is_of_moment or (len(ranks[moment]) > 1 and moment.count > 0)
+        ):
             files.setdefault(moment, {}).setdefault(each.save.ranks, each)
         else:
             alone.append(each)

@@ -149,7 +149,9 @@ class Together:
         if one.is_part:
             rows = {one.known: self._record.save(one.known)}
         else:
-            rows = {each: save for each, save in self._record.of_moment(one.kind, one.moment).items() if 0 in save.ranks}
+            rows = {
+                each: save for each, save in self._record.of_moment(one.kind, one.moment).items() if save.leader in save.ranks
+            }
         return next(((each, save) for each, save in rows.items() if save is not None), None)
 
     def _is_usable(self, one: OneSave) -> bool:
@@ -228,12 +230,12 @@ class Together:
             return False  # passed by meanwhile
         others = {rank for each, save in rows.items() if self._has_arrived(each, save) for rank in save.ranks}
         self._note(one, str(sorted(others)))
-        lacking = set(range(one.entries[0].save.world)) - one.ranks - others
+        lacking = one.wanted - one.ranks - others
         if lacking and (one.is_of_each_rank or self.still_s(one) < ALONE_S):
             return False
         if self._has_changed(one.entries):
             return self._give_up(one)
-        for each in sorted(one.entries, key=lambda each: 0 in each.save.ranks):
+        for each in sorted(one.entries, key=lambda each: each.save.leader in each.save.ranks):
             self._tiers.sender.commit(each)
         return True
 
@@ -301,4 +303,4 @@ class Together:
 
 
 def _announcements(one: OneSave) -> list[tuple[LocalSave, str]]:
-    return [(each, ARRIVING if one.is_part or 0 in each.save.ranks else WITH_RANK_0) for each in one.entries]
+    return [(each, ARRIVING if one.is_part or each.save.leader in each.save.ranks else WITH_RANK_0) for each in one.entries]

@@ -147,8 +147,7 @@ def _is_whole(save: WholeSave, last: Parts, is_new: bool) -> bool:
 class KindFiles:
     """The last proved save of a kind on all nodes, as one of them has recorded it.
 
-    kind: all names that differ only in digits; "#" stands for these. files: how many it had; 0: other ranks have written it.
-    size: their bytes.
+    kind: all names that differ only in digits; "#" stands for these. files: how many it had. size: their bytes.
     """
 
     kind: str

@@ -15,7 +15,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -30,6 +30,7 @@ from elastic_ext.checkpoints.storage import Entry, LocalStorage, Storage, files_
 logger = logging.getLogger(__name__)
 
 SAVES = f"{MARKERS}/saves"
+BEGAN = f"{MARKERS}/began"  # in a node's own directory: its time is that at which the last round began here
 SCHEMA = 1
 MAX_FILES = 10_000  # of an entry: about 1 MB of JSON; one with more is found by its format
 MAX_LOADS = 16
@@ -120,6 +121,16 @@ class StoredSave:
         return tuple(each for each in self.files if each.name not in others)
 
     @property
+    def leader(self) -> int:
+        """The rank of whose file the record is committed last, where each rank has written an entry of its own."""
+        return min(self.moment, default=0)
+
+    @property
+    def is_of_moment(self) -> bool:
+        """Return whether other ranks have saved entries of their own then. Counts of 0 say nothing: no optimizer was seen."""
+        return len(self.moment) > 1 and self.count > 0
+
+    @property
     def files_of_all(self) -> int:
         """Number of files that it wrote; of a part, that all parts have."""
         return self.written if self.parts == 1 else len({each.name for each in (*self.files, *self.elsewhere)})
@@ -173,6 +184,12 @@ def known_save(file: str) -> KnownSave | None:
     return KnownSave(int(match[1]), int(match[2]), match[3]) if match is not None else None
 
 
+def began_at(storage: Storage) -> float | None:
+    """Return when the last round began, by the clock of a node's own directory; None: it is unknown. Raises OSError."""
+    entry = storage.stat(BEGAN) if isinstance(storage, LocalStorage) else None
+    return entry.mtime if entry is not None else None
+
+
 def newest_attempt(saves: Iterable[KnownSave]) -> int:
     """Return the number of the last round that has recorded something; 0: none has."""
     return max((each.attempt for each in saves), default=0)
@@ -197,6 +214,20 @@ def save_of(data: bytes, where: str) -> StoredSave | None:
     except records.RecordError as error:
         logger.warning("the record of a save says nothing: %s", error)
         return None
+
+
+def of_same_moment(
+    known: KnownSave, save: StoredSave, saves: Iterable[KnownSave], read: Callable[[KnownSave], StoredSave | None]
+) -> dict[KnownSave, StoredSave]:
+    """Return what several ranks have saved at one moment, each an entry of its own, with this save; nothing if it is whole alone.
+
+    saves: all that are known. read: returns their records.
+    """
+    if not save.is_of_moment:
+        return {}
+    alike = (each for each in saves if each.attempt == known.attempt and pattern_of(each.name) == pattern_of(known.name))
+    found = {each: of for each in alike if (of := read(each)) is not None}
+    return {each: of for each, of in found.items() if of.count == save.count}
 
 
 class Trust(Enum):
@@ -334,6 +365,9 @@ class RecordBook:
         gone = self._gone(entry) if entry.parts else ""
         if gone:
             return RecordVerdict(Trust.TORN, f"{gone} has gone since it was recorded", worst.save)
+        absent = next(filter(None, (self._absent(each, parts) for each in parts)), "")
+        if absent:
+            return RecordVerdict(Trust.TORN, absent, worst.save)
         return RecordVerdict(worst.trust, worst.why, worst.save, sum((each.kinds for each in found), Counter[str]()))
 
     def _gone(self, entry: Entry) -> str:
@@ -343,6 +377,21 @@ class RecordBook:
         of_round = sorted(each.name for each in self.saves if last is not None and each.attempt == last.attempt)
         away = (name for name in of_round if fits(name) and name not in there)
         return next((name for name in away if self._storage.stat(name) is None), "")
+
+    def _absent(self, entry: Entry, parts: Sequence[Entry]) -> str:
+        """Return which rank's entry of the same moment is missing, for people; "": none is. parts: that were looked at."""
+        known = self._known.get(entry.name)
+        save = self.read(known) if known is not None else None
+        if known is None or save is None:
+            return ""
+        names = {each.name for each in parts}
+        alike = of_same_moment(known, save, self.saves, self.read)
+        there = (of for each, of in alike.items() if each.name in names or self._is_there(each, of))
+        lacking = sorted({*save.moment}.difference(*(each.ranks for each in there))) if alike else []
+        return f"what rank {lacking[0]} has saved then is not there" if lacking else ""
+
+    def _is_there(self, known: KnownSave, save: StoredSave) -> bool:
+        return trust(save, files_at(self._storage, known.name))[0] in (Trust.PROVED, Trust.UNPROVED)
 
     def _verdict(self, entry: Entry) -> RecordVerdict:
         found = files_at(self._storage, entry.name) if not entry.is_link else {}  # which may lead anywhere
@@ -411,7 +460,7 @@ class AttemptRecord:
         saves = {pattern: each for pattern, each in read.items() if each is not None}
         # files of the last save, by its name with "#" for digits, where it is proved and as many ranks wrote it
         self.before = {pattern: each.files_of_all for pattern, each in saves.items() if each.proved and each.world == world}
-        self.sizes = {pattern: each.size_of_all for pattern, each in saves.items() if each.proved}  # bytes; the same
+        self.sizes = {pattern: saves[pattern].size_of_all for pattern in self.before}  # bytes; the same
         self._shorter: dict[str, tuple[int, int]] = {}  # by the same: order and bytes of the last one cut short
         self._loads = next((each.loads for each in reversed(saves.values())), ())
         self._alone = {pattern for pattern, each in saves.items() if each.proved and each.parts == 1}
@@ -451,8 +500,8 @@ class AttemptRecord:
         if of.parts == 1 and is_as_before(found, before):
             return
         doubt = ""
-        if save.proved:
-            doubt = self.unseen(name, found, ranks.keys()) or ("" if of.parts > 1 else self._cut_short(known, found))
+        if save.proved and of.parts == 1:  # of several nodes, it was said before
+            doubt = self.unseen(name, found, ranks.keys()) or self._cut_short(known, found)
         left = sorted(unwritten_of(found, save, before)) if not isinstance(self._storage, LocalStorage) else []
         if left and save.proved:
             doubt = doubt or f"{len(left)} of its files are as an older save has left them: {', '.join(left[:MOST_SHOWN])}"
@@ -497,10 +546,19 @@ class AttemptRecord:
         before = read_save(self._storage, known) if known is not None else None
         older = [] if before is None else [each for each in before.files if each.rank >= 0]
         same = {each.name for each in older if not _differs(each, found.get(each.name))}
-        unseen = sorted(found.keys() - seen - same)
+        unseen = sorted(path for path in found.keys() - seen - same if not self._is_between(found[path], found, seen))
         if unseen:
             return f"{len(unseen)} of its files were not seen to be written: {', '.join(unseen[:MOST_SHOWN])}"
         return ""
+
+    def _is_between(self, file: Entry, found: Mapping[str, Entry], seen: Collection[str]) -> bool:
+        """Return whether a file was written in this round, and before the last one that was seen to be.
+
+        So it was not left by an earlier round, and nothing still writes to it: as what a library in C has saved.
+        """
+        began = began_at(self._storage)
+        last = max((each.mtime or 0.0 for path, each in found.items() if path in seen), default=0.0)
+        return began is not None and file.mtime is not None and began <= file.mtime <= last
 
     def _cut_short(self, save: KnownSave, found: Mapping[str, Entry]) -> str:
         """Return whether a save of this node alone has too few bytes, for people; "": no. Another one as short is not."""

@@ -10,7 +10,8 @@ Invariants:
 - A node that vouches for an older save of that name is left out: ranks move between nodes, and its files are of that save.
 - Of two files with one name, that which a rank of this round was seen to write counts, and of two such, that of the lower part.
   The other may be left from a round in which the nodes had other ranks.
-- What one node has, and no record vouches for, is torn if saves of its kind (of its name without digits) are of several nodes.
+- What one node has, and no record vouches for, is torn if saves of its kind (of its name without digits) are of several nodes,
+  or of several ranks, each with an entry of its own.
 - Clocks of machines are never compared. All files of a merged save, and its record, have one time: that of the newest file of
   part 0, by the clock of its node.
 - A name that any node has quarantined is quarantined, by a mark without a time.
@@ -113,8 +114,13 @@ def merged(catalogues: Mapping[int, Catalogue]) -> dict[str, SharedEntry]:
         for entry in catalogue.entries:
             rows[entry.name][node] = entry
     parts = {name: [_Part(node, each, _save_of(node, each)) for node, each in of.items()] for name, of in sorted(rows.items())}
-    of_several = {pattern_of(name) for name, of in parts.items() if any(each.save and each.save.parts > 1 for each in of)}
+    of_several = {pattern_of(name) for name, of in parts.items() if any(_is_of_several(each.save) for each in of)}
     return _with_ranks({name: _merged_entry(name, of, pattern_of(name) in of_several) for name, of in parts.items()})
+
+
+def _is_of_several(save: StoredSave | None) -> bool:
+    """Return whether other nodes may have more of it: parts, or what their ranks have saved then."""
+    return save is not None and (save.parts > 1 or len(save.moment) > 1)
 
 
 def _merged_entry(name: str, parts: Sequence[_Part], of_several: bool) -> SharedEntry:

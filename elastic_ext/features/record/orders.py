@@ -120,9 +120,9 @@ class NodeRecord:
 
     @property
     def before(self) -> tuple[KindFiles, ...]:
-        """What is known of the last saves in earlier rounds."""
+        """What is known of the last saves in earlier rounds with as many ranks."""
         files, sizes = self._attempt.before, self._attempt.sizes
-        return tuple(KindFiles(kind, files.get(kind, 0), size) for kind, size in sizes.items())
+        return tuple(KindFiles(kind, files[kind], sizes[kind]) for kind in files)
 
     def carry_out(self, orders: Orders) -> tuple[PartList, ...]:
         """Do what is asked for; return what was to be listed."""

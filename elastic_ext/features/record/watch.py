@@ -93,6 +93,7 @@ class SaveWatch(Companion):
         self.answered = 0  # the last question of group rank 0 that was answered here
         self._tails = {local_rank: JournalTail(path) for local_rank, path in journals.items()}
         self._fault = ""  # the first one of a journal or post
+        self._saves_apart = False  # some rank was seen to write to the `local_dir` of its node
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._workers: LocalWorkers | None = None
@@ -106,7 +107,7 @@ class SaveWatch(Companion):
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         limit_s = JOIN_S
-        if self._place.node == 0 and self._own is not None and self._own.is_used and not self._agent.is_broken():
+        if self._own is not None and (self._saves_apart or self._own.is_used) and not self._agent.is_broken():
             self.patience_s, limit_s = LAST_S, 3 * LAST_S  # to end, to list, and to write
         self._over.set()
         if self._thread is not None:
@@ -179,7 +180,7 @@ class SaveWatch(Companion):
             self._post(store, replace(last, before=before))
         ended = False  # nothing more will be asked
         try:
-            while not (last.over and (ended or own is None or not own.is_used)):
+            while not (last.over and (ended or own is None)):
                 orders: list[Orders] = []
                 if last.over:
                     orders, asked, over = read_orders(store, [last.answers + 1]), last.answers + 1, True  # waits for it
@@ -233,13 +234,16 @@ class SaveWatch(Companion):
             whole = Whole(own, WholeRecord(self._place.nodes, keeping.attempt))
             whole.record.usual.know(own.before)
         over = False
-        while not over:
-            over = self._over.wait(LOOK_S)
-            self._record_now(keeping, posts, math.inf if over else time.monotonic(), whole)
-        keeping.write_unproved()
-        if whole is not None:
-            whole.own.write_unproved(keeping.proof.record())
-            posts.ask(math.inf, orders=Orders(keeping.attempt, end=True))
+        try:
+            while not over:
+                over = self._over.wait(LOOK_S)
+                self._record_now(keeping, posts, math.inf if over else time.monotonic(), whole)
+            keeping.write_unproved()
+            if whole is not None:
+                whole.own.write_unproved(keeping.proof.record())
+        finally:
+            if whole is not None:  # the others wait for it
+                posts.ask(math.inf, orders=Orders(keeping.attempt, end=True))
 
     def _record_now(self, keeping: Keeping, posts: PostsOfNodes, now: float, whole: Whole | None = None) -> None:
         """Take what is new, and record what it proves. now: infinity, if the workers have ended."""
@@ -286,6 +290,7 @@ class SaveWatch(Companion):
             journals = [part.parsed(str(post.node)) for part in post.parts]
             if post.node and self._apart is not None:
                 journals = [replace(each, events=tuple(of_node(event, post.node) for event in each.events)) for each in journals]
+            self._saves_apart = self._saves_apart or any(of.place.at >= LOCAL for each in journals for of in each.events)
             proof.take(journals, {each.rank: each.steps for each in post.counts}, post.broken)
             if whole is not None:
                 whole.record.take(post.lists)

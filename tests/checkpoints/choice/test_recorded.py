@@ -771,3 +771,33 @@ def test_a_form_that_does_not_show_its_end(tmp_path: Path) -> None:
             script.steps(step + 1)
     script.record()
     assert chosen(tmp_path) == "step_200.pt"
+
+
+def of_moments(directory: Path) -> None:
+    """Let all records say which ranks have saved at their moment, as those of several nodes do."""
+    storage = open_storage(str(directory))
+    for known in known_saves(storage).values():
+        save = read_save(storage, known)
+        assert save is not None
+        storage.put(known.file, records.encode(replace(save, moment=(0, 1)), stored.SCHEMA).encode())
+
+
+def test_a_file_without_those_of_its_moment(tmp_path: Path) -> None:
+    """One file of each save has gone, with its record: the other one is no checkpoint."""
+    of_ranks(tmp_path, 100, 200).record()
+    of_moments(tmp_path)
+    for name in ("ckpt_100_0.pt", "ckpt_200_1.pt"):
+        (tmp_path / name).unlink()
+        os.unlink(tmp_path / known_saves(open_storage(str(tmp_path)))[name].file)
+    assert chosen(tmp_path) == ""
+    assert "what rank 1 has saved then is not there" in choice(tmp_path).passed_over[0].reason
+
+
+def test_one_file_after_a_save_that_was_cut(tmp_path: Path) -> None:
+    """One of the two files of the last recorded save, the only one of its round, has no record. It is no example."""
+    of_ranks(tmp_path, 100).record()
+    of_ranks(tmp_path, 200).record()
+    of_moments(tmp_path)
+    os.unlink(tmp_path / known_saves(open_storage(str(tmp_path)))["ckpt_200_0.pt"].file)
+    saved(tmp_path / "ckpt_300_1.pt", TRAINING, 300)
+    assert chosen(tmp_path) == "ckpt_100_*.pt"

@@ -75,8 +75,11 @@ class Nodes:
         self.whole.setdefault(name, []).append(self.files(name))
         return name
 
-    def save_files(self, step: int, ranks: int = 2, label: str = "rank") -> str:
-        """Each rank writes a file of its own. Return what they are called together."""
+    def save_files(self, step: int, ranks: int = 2, label: str = "rank", moment: bool = False) -> str:
+        """Each rank writes a file of its own. Return what they are called together.
+
+        moment: the record of each says which ranks have saved then, and that of rank 0 was the last.
+        """
         self.round += 1
         names = []
         for node, local in enumerate(self.local):
@@ -88,7 +91,12 @@ class Nodes:
             script.steps(step + 1).record(least=self.round)
             for name in names[-ranks:]:
                 known, save = self._recorded(node, name)
-                self._put(node, known, replace(save, here=ranks))
+                if not moment:
+                    self._put(node, known, replace(save, here=ranks))
+                    continue
+                os.unlink(local / known.file)
+                later = replace(known, order=known.order + len(self.local) - node)
+                self._put(node, later, replace(save, here=ranks, moment=tuple(range(ranks * len(self.local)))))
         files = {name: (self.local[at // ranks] / name).read_bytes() for at, name in enumerate(names)}
         self.whole.setdefault(f"step_{step}_{label}_*.pt", []).append(files)
         return f"step_{step}_{label}_*.pt"

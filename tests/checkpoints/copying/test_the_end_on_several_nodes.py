@@ -43,7 +43,7 @@ def ends(nodes: Nodes, *order: int) -> dict[int, bool]:
             before[node] = seen
             if not report.waiting and not report.failures:
                 through[node] = True
-            elif nodes.now - still[node] > FINISH_S:
+            elif nodes.now - still[node] > FINISH_S or set(report.waiting) <= set(report.given_up):
                 through[node] = False
         nodes.now += 5
     return through
@@ -172,18 +172,47 @@ def test_rank_0_has_removed_the_newest(nodes: Nodes, order: tuple[int, int]) -> 
     assert nodes.check() == old
 
 
+def forget(nodes: Nodes, name: str) -> None:
+    """The agents were killed before they had recorded this save."""
+    for local in nodes.local:
+        for path in (local / ".elastic_ext" / "saves").glob(f"*{name}"):
+            path.unlink()
+
+
 @pytest.mark.parametrize("newest", [True, False])
 def test_unrecorded_parts_are_left_out(nodes: Nodes, newest: bool) -> None:
     """Their files may be of two saves, and those of one node look like a whole one. The newest is named."""
     names = [nodes.save(20), nodes.save(40)]
     name, other = names[newest], names[not newest]
-    for local in nodes.local:
-        for path in (local / ".elastic_ext" / "saves").glob(f"*{name}"):
-            path.unlink()
+    forget(nodes, name)
     assert ends(nodes, 0, 1) == dict.fromkeys(range(2), not newest)
     assert nodes.check() == other
     assert not (nodes.remote / name).exists()
     assert nodes.turn(1, finish=True)[0].waiting == ((name,) if newest else ())
+
+
+def test_what_nothing_records_is_not_waited_for(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    """The agents have a few seconds to record it. Then it is named, once, and no time is spent on it."""
+    nodes.save(20)
+    name, began = nodes.save(40), nodes.now
+    forget(nodes, name)
+    assert ends(nodes, 0, 1) == {0: False, 1: False}
+    assert OLDER_S <= nodes.now - began <= OLDER_S + 15
+    assert [f"{name} is not copied" in each.message for each in caplog.records].count(True) == len(nodes.local)
+
+
+def test_a_torn_save_of_an_earlier_round(nodes: Nodes) -> None:
+    """A later round has begun without it, and has ended before it came to that step again."""
+    old, torn = nodes.save(20), nodes.save(40)
+    forget(nodes, torn)
+    for local in nodes.local:
+        notes.note_round(LocalStorage(str(local)), True)
+        for path in (local / torn).iterdir():
+            os.utime(path, (path.stat().st_atime, os.stat(local / ".elastic_ext" / "began").st_mtime - 5))
+    assert ends(nodes, 0, 1) == {0: True, 1: True}
+    assert nodes.check() == old
+    assert not (nodes.remote / torn).exists()
+    assert all((local / torn).exists() for local in nodes.local)
 
 
 def test_a_part_without_its_record_is_not_sent(nodes: Nodes) -> None:

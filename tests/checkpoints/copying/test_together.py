@@ -458,3 +458,29 @@ def test_a_file_of_one_rank_for_all(nodes: Nodes) -> None:
         nodes.now += ALONE_S + 1
     assert (nodes.remote / "step_20_rank_0.pt").exists()
     assert not remote_record(nodes, "step_20_rank_0.pt").arriving
+
+
+def test_files_with_bare_numbers_arrive_together(nodes: Nodes) -> None:
+    """Only the record says that the numbers are ranks. Until all files are there, none of them counts."""
+    name = nodes.save_files(20, ranks=1, label="", moment=True)
+    for _ in range(MOST_TURNS):
+        nodes.turn(0)
+    assert trust_in(nodes.remote, name.replace("*", "0")) is Trust.TORN
+    nodes.until(name)
+    assert nodes.check() == name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_file_of_the_same_moment_is_no_newer_one(nodes: Nodes, rank: int) -> None:
+    """One rank has removed its old file, and the other one is about to: the copies of both stay until a newer save is there."""
+    name = nodes.save_files(20, ranks=1, label="", moment=True)
+    nodes.until(name)
+    nodes.removes(name.replace("*", str(rank)), [rank])
+    for _ in range(MOST_TURNS):
+        nodes.turn()
+    assert nodes.check() == name
+    newer = nodes.save_files(40, ranks=1, label="", moment=True)
+    nodes.until(newer)
+    for _ in range(MOST_TURNS):
+        nodes.turn()
+    assert not (nodes.remote / name.replace("*", str(rank))).exists()

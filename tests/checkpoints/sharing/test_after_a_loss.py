@@ -133,3 +133,13 @@ def test_directories_of_a_lost_node_are_missed(nodes: SeveralNodes) -> None:
     shutil.rmtree(nodes[1])
     nodes[1].mkdir()
     assert nodes.chosen() == "", before
+
+
+@pytest.mark.parametrize("word", ["rank_", ""])
+def test_no_record_vouches_for_one_file(nodes: SeveralNodes, word: str) -> None:
+    """The agents were killed before they had recorded the last saves, and the machine of one of them is lost."""
+    for step, ranks in ((8, (1,)), (12, (0, 1)), (16, (0,))):
+        for rank in ranks:
+            saved(nodes[0] / f"ckpt_{step}_{word}{rank}.pt", {**TRAINING, "step": step}, step)
+    nodes.recorded(f"ckpt_8_{word}1.pt", 8, ranks=(1,), nodes=(0,), moment=(0, 1))
+    assert nodes.chosen() == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +30,7 @@ class Apart:
         for each in self.locals:
             Path(each.address).mkdir(exist_ok=True)
             each.put(notes.USED, b"")  # the script has called `save_dir()`
+            notes.note_round(each, saves_here=True)
         self.nodes: list[Node] = []
         for node, local in enumerate(self.locals):
             place = RoundPlace(f"host{node}", node, NODES, NODES, ("", 0))
@@ -308,6 +310,7 @@ def test_a_file_that_none_has_written(apart: Apart) -> None:
     """A part is recorded as proved on all nodes, or on none: a format cannot say of a part whether it is whole."""
     apart.steps(1)
     apart.locals[1].put("s_5/foreign", b"x")
+    os.utime(apart.locals[1].path("s_5/foreign"), (0, 0))  # before this round
     apart.save(5, "s_5")
     apart.steps(6)
     apart.save(7, "s_7")

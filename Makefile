@@ -30,7 +30,7 @@ ci: $(READY) lint ## `make test`, and a quarter of `make test-all`: another one 
 # Each run prints its seed; what fails is run again with fewer faults, and says how to run the fewest that fail.
 N ?= 300
 SEED := $(or $(SEED),$(shell date +%s))
-chaos: $(READY) ## N jobs under the faults of N seeds, and a third as many without etcd; 200 warm restarts, 200 killed writers of checkpoints, 600 kills with copies in memory, outages of 3 minutes, 20,000 jobs in virtual time, 800 histories of local saves, 60 kills of jobs on two nodes that save on their own disks, 100,000 fuzzed inputs
+chaos: $(READY) ## N jobs under the faults of N seeds, and a third as many without etcd; 200 warm restarts, 200 killed writers of checkpoints, 600 kills with copies in memory, outages of 3 minutes, 20,000 jobs in virtual time, 1,600 histories of local saves, 60 kills of jobs on two nodes that save on their own disks, 100,000 fuzzed inputs
 	$(PY) -m tests.chaos.seeded --seed $(SEED) --runs $(N)
 	$(PY) -m tests.chaos.seeded --seed $(SEED) --runs $$(( ($(N) + 2) / 3 )) --etcd=embedded
 	ELASTIC_EXT_TEST_RESTARTS=200 $(PY) -m pytest -q tests/workers/standby/test_standby.py::test_many_warm_restarts_leave_nothing_behind
@@ -38,7 +38,7 @@ chaos: $(READY) ## N jobs under the faults of N seeds, and a third as many witho
 	ELASTIC_EXT_TEST_KILLS=200 $(PY) -m pytest -q -s tests/checkpoints/memory/test_copies.py::test_killed_ranks_lose_no_copy_that_was_committed
 	ELASTIC_EXT_TEST_OUTAGE_S=180 $(PY) -m pytest -q -n 2 tests/rendezvous/test_lost_records.py -k job_outlives
 	ELASTIC_EXT_TEST_JOBS=20000 $(PY) -m pytest -q -n 2 --timeout=1800 tests/rendezvous/test_simulated_jobs.py -k random
-	ELASTIC_EXT_TEST_HISTORIES=400 $(PY) -m pytest -q -n 2 tests/checkpoints/copying -k histories
+	ELASTIC_EXT_TEST_HISTORIES=400 $(PY) -m pytest -q -n 2 tests/checkpoints/copying tests/checkpoints/sharing -k histories
 	$(PY) -m tests.chaos.kills --nodes=2 --kills=10 --seed=$(SEED)
 	ELASTIC_EXT_TEST_FUZZ=100000 $(PY) -m pytest -q tests/chaos/test_fuzz.py
 

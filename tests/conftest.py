@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import sys
 import threading
 import time
@@ -88,6 +89,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in (SEAM, FULL):
         config.addinivalue_line("markers", f"{name}(*parts): of this tier; parts: of the ids of those parameters that are")
     sys.addaudithook(GUARD.on_event)
+    os.fsync = no_sync
     config.pluginmanager.register(GUARD)
     path = config.getoption("--failures", None)
     if path is not None and not hasattr(config, "workerinput"):  # xdist's controller sees the reports of all
@@ -97,6 +99,10 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile(CHECK, derandomize=True, max_examples=20, stateful_step_count=20, database=None, **any_speed)
     settings.register_profile(FULL, max_examples=300, print_blob=True, **any_speed)
     settings.load_profile(FULL if at_length else CHECK)
+
+
+def no_sync(file: object) -> None:
+    """No test cuts the power, and those that write many files here would mostly wait for the disk. Real jobs do sync."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+LISTENS = ("env", "--default-signal=INT")  # before a command: a shell has its background jobs ignore it
 MODULES = ("torch.distributed.run", "elastic_ext.agent")  # `python -m`
 PRELOADED = ("torch.distributed.launcher.api", "elastic_ext.agent.supervisor", "elastic_ext.rendezvous.handler")
 # Begins of variables that Python, the loader, or a library reads before the fork.
@@ -86,7 +87,12 @@ class Launchers:
         self._server.wait()
 
     def start(self, command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> Launched | None:
-        """None: a fork is not the same. It is for a plain `python -m` of a launcher, with no other variable that counts early."""
+        """None: a fork is not the same. It is for a plain `python -m` of a launcher, with no other variable that counts early.
+
+        LISTENS may stand before it.
+        """
+        listens = tuple(command[:2]) == LISTENS
+        command = command[2:] if listens else command
         differs = {name for name in environ.keys() | self._environ.keys() if environ.get(name) != self._environ.get(name)}
         if (
             tuple(command[:2]) != (sys.executable, "-m")
@@ -96,7 +102,7 @@ class Launchers:
             return None
         (out, theirs_out), (err, theirs_err) = os.pipe(), os.pipe()
         status, theirs = socket.socketpair()
-        message = {"command": list(command), "cwd": str(cwd), "environ": dict(environ)}
+        message = {"command": list(command), "cwd": str(cwd), "environ": dict(environ), "listens": listens}
         with self._lock:
             socket.send_fds(self._control, [json.dumps(message).encode()], [theirs_out, theirs_err, theirs.fileno()])
         theirs.close()
@@ -148,8 +154,10 @@ class Server:
         return None
 
 
-def become(command: Sequence[str], cwd: str, environ: Mapping[str, str]) -> None:
+def become(command: Sequence[str], cwd: str, environ: Mapping[str, str], listens: bool) -> None:
     """Run this command in this process, as if it had been started by it."""
+    if listens:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environ)

@@ -145,5 +145,5 @@ def test_counts_of_a_run_with_a_failure(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     counts = tmp_path / "counts"
-    assert run.main(["check", "--processes=1", f"--counts={counts}", "--paths", "tests/test_one.py"]) == 1
+    assert run.main(["check", "--processes=0", f"--counts={counts}", "--paths", "tests/test_one.py"]) == 1
     assert json.loads(counts.read_text()) == {"passed": 1, "failed": 1, "skipped": 0, "flaky": []}

@@ -19,6 +19,7 @@ def test_{name}():
     first, _ = not seen.exists(), seen.touch()
     assert not first, "the first time"
 """
+ALONE = "--processes=0"  # in the process of pytest itself: an interpreter less to start
 ALWAYS = "\ndef test_always():\n    assert 'always' == 'never'\n"
 
 
@@ -44,7 +45,7 @@ def test_one_that_passes_alone_is_named(tests: Path, capfd: pytest.CaptureFixtur
 
 def test_one_that_fails_again_fails_the_run(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests.write_text(ONCE.format(name="it") + ALWAYS)
-    assert run.main(["check", "--processes=1"]) == 1
+    assert run.main(["check", ALONE]) == 1
     out = capfd.readouterr().out
     assert out.count("\nonce more, alone") == 2
     assert "\nflaky: tests/test_it.py::test_it failed" in out
@@ -52,12 +53,12 @@ def test_one_that_fails_again_fails_the_run(tests: Path, capfd: pytest.CaptureFi
 
 def test_three_are_too_many(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests.write_text("".join(ONCE.format(name=name) for name in ("a", "b", "c")))
-    assert run.main(["check", "--processes=1"]) == 1
+    assert run.main(["check", ALONE]) == 1
     assert "once more, alone" not in capfd.readouterr().out
 
 
 def test_a_test_without_a_mark_may_start_nothing(tests: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tests.write_text("import subprocess, time\ndef test_it():\n    subprocess.run(['true'])\n    time.sleep(0)\n")
-    assert run.main(["check", "--processes=1"]) == 1
+    assert run.main(["check", ALONE]) == 1
     out = capfd.readouterr().out
     assert "sleeps (time.sleep), starts a process (subprocess.Popen): mark it seam or full" in out

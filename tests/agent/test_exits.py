@@ -24,6 +24,7 @@ from elastic_ext.failures.policy import Action, Decision
 from elastic_ext.rendezvous.contract import JobDone, NodeIdentity
 from elastic_ext.rendezvous.round_store import unreachable
 from tests.jobs import AGENT, EXT, ROOT, Finished, Job, run
+from tests.launchers import LISTENS
 from tests.ports import free_port
 
 NO_ROOM = """
@@ -225,7 +226,6 @@ def assert_last(job: Finished, code: int, said: str) -> None:
     assert not re.search(r'^ *File ".*/elastic_ext/', job.err, re.MULTILINE), job.err
 
 
-LISTENS = ["env", "--default-signal=INT"]  # a shell has its background jobs ignore it
 ENDED_BY = [
     (signal.SIGINT, 130, "stopped by the user: SIGINT"),
     (signal.SIGTERM, 75, "stopped by SIGTERM"),

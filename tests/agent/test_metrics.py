@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,7 +111,7 @@ class Scrape:
     before: float
     text: str
 
-    @property
+    @cached_property
     def values(self) -> dict[str, float]:
         return series(self.text)
 

@@ -163,6 +163,22 @@ def test_a_files_mode_is_that_of_the_umask(tmp_path: Path) -> None:
     assert {oct((tmp_path / "d" / name).stat().st_mode & 0o777) for name in "ab"} == {"0o640"}
 
 
+def test_what_is_written_outlasts_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each file is on the disk before it gets its name, and then the name is; so is that of a new directory."""
+    synced: list[tuple[str, bool]] = []
+
+    def sync(number: int) -> None:
+        path = os.readlink(f"/proc/self/fd/{number}")
+        synced.append((os.path.relpath(path, tmp_path) if os.path.isdir(path) else "a file", (tmp_path / "a" / "b").exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    open_storage(str(tmp_path)).put("a/b", b"data")
+    assert synced == [(".", False), ("a file", False), ("a", True)]
+    synced.clear()
+    open_storage(str(tmp_path)).create("a/c", b"data")
+    assert [path for path, _ in synced] == ["a file", "a"]
+
+
 def test_a_filesystem_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_links(source: str, target: str) -> None:  # none such can be mounted by a test
         raise OSError(errno.EPERM, "Operation not permitted")

@@ -31,6 +31,7 @@ from tests.rendezvous.test_etcd_jobs import CONF, Nodes, Store, assert_one_line,
 from tests.rendezvous.test_simulated_jobs import Few
 from tests.simulation import KEYS, Node
 
+LEAVES_SOON = "lease_ttl=5,last_call_timeout=0.5,join_timeout=5"
 PROGRAM = WorkerProgram("/jobs/train.py", "default", 1, 3, {"torch": "2.13.0"})
 
 
@@ -221,16 +222,18 @@ def test_nodes_with_two_ids_hear_of_it(nodes: Nodes) -> None:
     nodes.start("a", place.endpoint, 2, conf=f"{CONF},join_timeout=300").wait_for("metrics: serving")
     wait_for_nodes(place, 1)
     nodes.run_id = "other"
-    other = nodes.start("b", place.endpoint, 2, conf=f"{CONF},join_timeout=12")
+    other = nodes.start("b", place.endpoint, 2, conf=LEAVES_SOON)
     assert_one_line(other.finish(), 75, "other nodes wait there under --rdzv-id=job: give all nodes the same id")
 
 
 @pytest.mark.seam
+@pytest.mark.full("etcd")
 def test_differing_nodes_leave_or_are_mended(store: Store, nodes: Nodes, tmp_path: Path) -> None:
     """Both say at once what differs and where. Once the wrong one was started again with the same, the job begins."""
     saves = f"checkpoint_dir={tmp_path}/saves"
     nodes.start("a", store.endpoint, 2, conf=f"{CONF},{saves}")
-    nodes.start("b", store.endpoint, 2, conf=f"{CONF},join_timeout=12", ELASTIC_EXT_NODE_NAME="wrong")
+    wait_for_nodes(store, 1)
+    nodes.start("b", store.endpoint, 2, conf=LEAVES_SOON, ELASTIC_EXT_NODE_NAME="wrong")
     nodes.wait_for(r"no round is formed: checkpoint_dir=\S+saves on \S+, but not set on wrong; .* leaves with 78 in")
     done = nodes.jobs.pop("b").finish()
     assert_one_line(done, 78, "no round was formed: checkpoint_dir=")
@@ -240,6 +243,7 @@ def test_differing_nodes_leave_or_are_mended(store: Store, nodes: Nodes, tmp_pat
 
 
 @pytest.mark.seam
+@pytest.mark.full("embedded")
 def test_a_stranger_leaves_a_running_job(store: Store, nodes: Nodes) -> None:
     nodes.start("a", store.endpoint, "1:2")
     nodes.wait_for(seen(1, 0))

@@ -62,7 +62,8 @@ def test_a_bug_that_others_feel_first(store, start, tmp_path):
     assert "rank 0 was to end with exit code 1, but did not" in verdict["stacks"]
 
 
-@pytest.mark.seam
+@pytest.mark.seam("embedded")
+@pytest.mark.full
 def test_a_node_of_two_crashes_leaves_with_69(store, nodes, start):
     """The two crashes are on one node only; the third node is a spare that the job may use. The bad one may not come back."""
     good = [start(name, store, "2:3") for name in "ab"]
@@ -90,7 +91,8 @@ def test_an_indispensable_bad_node_alone_leaves_with_69(server, start, tmp_path)
     assert (again["decision"]["exit_code"], ill["decision"]["exit_code"]) == (75, 69)
 
 
-@pytest.mark.seam
+@pytest.mark.seam("etcd")
+@pytest.mark.full
 def test_the_budget_of_a_job_outlives_its_agents(store, nodes, start):
     """Two restarts of three are spent; then the agent is killed and started again: one is left."""
     first = start("a", store, "1:2", "exit3:0", "exit4:1")
@@ -142,7 +144,8 @@ def test_the_budget_is_the_jobs_whoever_fails(store, start, tmp_path):
         assert (own, "") in told, each.err
 
 
-@pytest.mark.seam
+@pytest.mark.seam("embedded")
+@pytest.mark.full
 def test_an_agent_asked_to_stop_costs_no_charge(store, nodes, start, tmp_path):
     """Under our own command; under torchrun, see the next one, and test_etcd_jobs."""
     stays = start("a", store, "1:2")

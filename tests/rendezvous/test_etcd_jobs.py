@@ -264,7 +264,8 @@ def waiting_pair(server: Store, nodes: Nodes, tmp_path: Path, nnodes: str) -> li
     return [first, second]
 
 
-@pytest.mark.seam
+@pytest.mark.seam("embedded")
+@pytest.mark.full
 def test_a_bug_on_one_node_ends_all(store, nodes):
     """At the second time: before the first step, the node may only lack something."""
     first = nodes.start("a", store.endpoint, "2")
@@ -276,7 +277,8 @@ def test_a_bug_on_one_node_ends_all(store, nodes):
     assert max(line["attempt"] for line in reports(first, second)) == 1
 
 
-@pytest.mark.seam
+@pytest.mark.seam("etcd")
+@pytest.mark.full
 def test_a_crash_following_its_rank_is_a_bug(store, nodes):
     """No node leaves for it, and it costs one restart: the ranks of the node have moved to the other one."""
     faults = ["segv1:0", "segv1:1"]

@@ -702,7 +702,8 @@ print(*found, reported())
 """
 
 
-@pytest.mark.seam
+@pytest.mark.seam("cold")
+@pytest.mark.full
 def test_the_agent_knows_of_transformers_own_handler(tmp_path: Path, worker: Worker) -> None:
     """At each step, and only while it is installed itself: one that calls it may do more."""
     pytest.importorskip("transformers", "5.0")

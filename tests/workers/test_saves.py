@@ -92,7 +92,7 @@ WAYS = [
 
 
 @pytest.mark.seam
-@pytest.mark.full("single_file", "tensors", "dcp_sync", "in_thread", "in_queue", "staged", "in_place", "copied")
+@pytest.mark.full("single_file", "tensors", "dcp_sync", "in_thread", "in_pool", "in_queue", "staged", "in_place", "copied")
 @pytest.mark.parametrize(("way", "whole", "killed"), WAYS, ids=[row[0] for row in WAYS])
 def test_whole_saves_are_proved_torn_ones_not(
     job: RecordedJob, tmp_path: Path, way: str, whole: list[str], killed: list[str]

@@ -56,7 +56,6 @@ class History:
     def copy(self, patched: pytest.MonkeyPatch, last: int) -> None:
         """The process is killed before its step of this number."""
         counted = Counted(last)
-        patched.setattr("elastic_ext.checkpoints.storage._flush", lambda file: file.flush())
         for name in ("put", "remove", "remove_tree"):
             patched.setattr(LocalStorage, name, counted.before(getattr(LocalStorage, name)))
         patched.setattr(os, "link", counted.before(os.link))

@@ -153,7 +153,6 @@ def test_killed_at_each_point(local: Path, remote: Path, same_name: bool, remove
         counted = Counted(point)
         try:
             with monkeypatch.context() as patched:
-                patched.setattr("elastic_ext.checkpoints.storage._flush", lambda file: file.flush())  # no power fails here
                 for name in ("put", "remove", "remove_tree"):
                     patched.setattr(LocalStorage, name, counted.before(getattr(LocalStorage, name)))
                 patched.setattr(os, "link", counted.before(os.link))

@@ -62,7 +62,6 @@ class History:
 
     def copy(self, patched: pytest.MonkeyPatch, last: int, finish: bool) -> None:
         counted = Counted(last)
-        patched.setattr("elastic_ext.checkpoints.storage._flush", lambda file: file.flush())
         for name in ("put", "remove", "remove_tree"):
             patched.setattr(LocalStorage, name, counted.before(getattr(LocalStorage, name)))
         patched.setattr(os, "link", counted.before(os.link))

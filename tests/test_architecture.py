@@ -57,6 +57,7 @@ PURE = (
         "checkpoints/memory/pace.py",
         "checkpoints/record/proof.py",
         "checkpoints/sharing/merging.py",
+        "checkpoints/sharing/mirror_plan.py",
     ),
     *("hangs/detector.py", "hangs/unanswered.py"),
     *(f"features/{path.parent.name}/decide.py" for path in sorted(PACKAGE.glob("features/*/decide.py"))),
@@ -139,6 +140,9 @@ ASKED_FOR = {
     "workers.standby.server": "standby",
     "workers.standby.modules": "standby",
     "features.drains.published": "checkpoint_dir on several machines",
+    "features.record.mirror": "mirror",
+    "checkpoints.sharing.mirror_plan": "mirror",
+    "checkpoints.sharing.mirrored": "mirror",
 }
 
 
@@ -168,6 +172,14 @@ def test_an_agent_loads_only_what_is_on():
     assert not found & ASKED_FOR.keys()
     assert not {name for name in found if subpackage(f"elastic_ext.{name}") == "checkpoints"}
     assert not found & {"hangs.watch", "features.stragglers.decide"}
+
+
+def test_mirrored_parts_are_loaded_if_asked_for():
+    settings = Settings(checkpoint_dir="/checkpoints", local_dir="/local", local_saves="all")
+    found, asked = loaded_with_features(AgentFacts(settings)), {name for name, by in ASKED_FOR.items() if by == "mirror"}
+    assert "features.record.watch" in found
+    assert not found & asked
+    assert asked <= short(loaded_with("features.record.mirror"))
 
 
 CHECKPOINTS = {"checkpoints.agreement.nodes", "checkpoints.choice.listing", "checkpoints.storage"}

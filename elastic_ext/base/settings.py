@@ -337,6 +337,9 @@ class Settings:
     metrics_linger: float = _setting(0.0, LINGER_SECONDS,
         "how long an agent that has left the job waits for one more scrape of its metrics; 300 or less")
     metrics_port: int | None = _setting(9401, PORT_OR_OFF, "port of the metrics endpoint; 0: any free port; `off`: serve none")
+    mirror: bool = _setting(False, BOOLEAN,
+        "with local_saves=all: each node also keeps, in its local_dir, what the next node has there of your script's newest "
+        "save. So a save outlives the loss of one node before it is copied. Takes room for one more save, two at times")
     node_name: str | None = _setting(None, NAME, "name of this node in verdicts and metrics; default: the host's name")
     platform_grace: float | None = _setting(None, SECONDS,
         "time between SIGTERM and SIGKILL that the platform grants the agent, at least --shutdown-timeout (30 s); Kubernetes "
@@ -379,6 +382,11 @@ class Settings:
     def copies_to_memory(self) -> bool:
         """Whether workers may copy their state to the agent's memory."""
         return self.checkpoint_dir is not None and self.memory_every != 0 and self.memory_limit != 0
+
+    @property
+    def mirrors_saves(self) -> bool:
+        """Whether nodes keep parts of each other's saves. Without, nothing of that is imported."""
+        return self.mirror and self.local_saves == "all" and self.local_dir is not None and self.checkpoint_dir is not None
 
 
 STOP_GRACE_S = 5.0  # from SIGTERM to SIGKILL for workers that are stopped because another one failed

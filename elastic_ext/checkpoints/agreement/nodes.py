@@ -98,7 +98,9 @@ def agree(settings: Settings, run_id: str, exchange: Exchange, place: NodeInRoun
     try:
         received = side.received(exchange)
         found = once_there(lambda: side.decide(received))
-        agreement = replace(found, rounds=max((each.rounds for each in received), default=0), place=side.save_place(received))
+        servers = tuple(each.server for each in received) if place.shared is not None else ()
+        rounds = max((each.rounds for each in received), default=0)
+        agreement = replace(found, rounds=rounds, place=side.save_place(received), servers=servers)
     except RoundOver:
         raise
     except (ElasticExtError, OSError) as error:
@@ -169,7 +171,7 @@ class _NodeSide:
             refused=place.refused,
             has_memory=self._memory is not None,
             saved=place.saved,
-            rounds=_rounds(self._local, self._settings),
+            rounds=_rounds(self._local, self._settings, place.shared),
             place=self._save_place(),
             server=place.shared.offered() if place.shared is not None else None,
         )
@@ -213,7 +215,7 @@ class _NodeSide:
         """
         choice = self._from_script(received)
         self._remote.local = choice
-        saved = self._of_script(choice.resume, received) if choice is not None and choice.resume is not None else None
+        saved = self._of_script(choice.resume) if choice is not None and choice.resume is not None else None
         if saved is None and not any(each.offers or each.memory for each in received):
             return self._remote.newest(None)
         away = self._remote.refresh()
@@ -251,21 +253,22 @@ class _NodeSide:
         """Return the local directories of all nodes as one; None if no script has saved there. Raises OSError."""
         place, local = self._place, self._local
         assert local is not None
+        if place.nodes == 1 and place.shared is not None and place.shared.kept().parts:
+            return place.shared.all_nodes(place.node, [None])
         if place.nodes == 1:
             return local if any(each.rounds for each in received) or notes.is_used(local) else None
         if place.shared is None or not any(each.rounds for each in received):
             return None
         return place.shared.all_nodes(place.node, [each.server for each in received])
 
-    def _of_script(self, resume: Resume, received: Sequence[Offers]) -> Agreement:
+    def _of_script(self, resume: Resume) -> Agreement:
         agreement, all_nodes = agreement_of(resume, Tier.LOCAL), self._all_nodes
         if not isinstance(all_nodes, AllNodes):
             return agreement
         of_ranks = rank_files.files_by_rank(all_nodes, agreement.name)
         own = tuple(messages.RankFile(rank, split_path(path)[1]) for rank, path in sorted(of_ranks.items()))
-        files, servers = all_nodes.files_of_save(agreement.name), tuple(each.server for each in received)
-        number = all_nodes.number_of(agreement.name)
-        return replace(agreement, files=files, servers=servers, rank_files=own, number=number)
+        files, number = all_nodes.files_of_save(agreement.name), all_nodes.number_of(agreement.name)
+        return replace(agreement, files=files, rank_files=own, number=number)
 
     def _without_storage(self, away: OSError, memory: messages.MemoryChoice, received: Sequence[Offers]) -> Agreement:
         """Return a copy in memory to resume from while the storage is away. Raises `away` if the storage must be waited for."""
@@ -286,6 +289,8 @@ class _NodeSide:
 
         Raises RoundOver if another node does not answer meanwhile.
         """
+        if self._place.shared is not None:
+            self._place.shared.servers = agreement.servers
         step, reason = agreement.step, printable(agreement.reason[: messages.MAX_TEXT])
         found = Resumption("", step, reason, agreement.passed_over, rounds=agreement.rounds, place=agreement.place)
         if not agreement.name:
@@ -368,12 +373,16 @@ def _listed(own: Storage | None, what: str) -> tuple[tiers.Offer, ...] | None:
         return None
 
 
-def _rounds(local: Storage | None, settings: Settings) -> int:
-    """Return the number of the last round that is recorded in `local_dir`, also where rounds do not resume from it (None)."""
+def _rounds(local: Storage | None, settings: Settings, shared: SharedDir | None) -> int:
+    """Return the number of the last round that is recorded in `local_dir`, also where rounds do not resume from it (None).
+
+    What it keeps of other nodes counts, too: so no later save has the number of one of those.
+    """
     if settings.local_dir is None:
         return 0
     try:
-        return newest_attempt(known_saves(local or open_storage(settings.local_dir)).values())
+        own = newest_attempt(known_saves(local or open_storage(settings.local_dir)).values())
+        return max(own, shared.kept().rounds if shared is not None else 0)
     except OSError as error:
         logger.warning("the record of saves in local_dir cannot be listed: %s", error)
         return 0

@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping
 from elastic_ext.checkpoints.copying import notes
 from elastic_ext.checkpoints.copying.held import LocalSave, path_of
 from elastic_ext.checkpoints.copying.removals import is_whole
+from elastic_ext.checkpoints.copying.targets import may_be_newest
 from elastic_ext.checkpoints.copying.together import Tiers
 from elastic_ext.checkpoints.directory import own_files, upkeep
 from elastic_ext.checkpoints.formats import detect
 from elastic_ext.checkpoints.formats.candidates import UNKNOWN
+from elastic_ext.checkpoints.record.fold import pattern_of
 from elastic_ext.checkpoints.record.stored import KnownSave, files_at
 from elastic_ext.checkpoints.storage import Entry, LocalStorage, Storage, files_of
 
@@ -32,6 +34,7 @@ class LeftoverFiles:
     def __init__(self, tiers: Tiers, throttle: Callable[[int], None]) -> None:
         self._local, self._remote, self._throttle = tiers.local, tiers.remote, throttle
         self._there, self._here = tiers.there, tiers.here
+        self._logged: set[str] = set()  # names of entries without a record
 
     def copy(self, entry: Entry, save: LocalSave | None) -> None:
         """Copy an entry without a record. save: its recorded save, if it is as it was recorded."""
@@ -42,6 +45,20 @@ class LeftoverFiles:
             self._send(entry)
         elif not entry.is_link:
             self._send(entry)
+
+    def log_unrecorded(self, entry: Entry) -> None:
+        """Say, once, that an entry is not copied: other nodes may have more of it, and nothing says what belongs together."""
+        if entry.name not in self._logged:
+            self._logged.add(entry.name)
+            is_older = notes.is_of_earlier_round(self._local, entry.name)
+            why = "it is left from an earlier round, and" if is_older else "it may be torn:"
+            logger.warning("%s is not copied: %s no record says which part of a save it is", entry.path, why)
+
+    def is_passed(self, entry: Entry) -> bool:
+        """Return whether nothing is lost without it: a later round has begun without it, or a newer save of its kind is there."""
+        name = entry.name
+        is_older = notes.is_of_earlier_round(self._local, name)
+        return is_older or not may_be_newest(name, self._there.arrived(pattern_of(name)))
 
     def copy_new(self, save: LocalSave) -> None:
         """Copy what came into the directory of a save after its record was written, beside the copy of that save.

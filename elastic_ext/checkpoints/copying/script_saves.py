@@ -31,7 +31,7 @@ from elastic_ext.checkpoints.copying.remote_record import RemoteRecord
 from elastic_ext.checkpoints.copying.removals import follow_removals
 from elastic_ext.checkpoints.copying.reports import CopyState
 from elastic_ext.checkpoints.copying.sending import SaveSender, needs_announcement
-from elastic_ext.checkpoints.copying.targets import OneSave, may_be_newest, newer_names, newest_of_each_kind, shared_by_kind
+from elastic_ext.checkpoints.copying.targets import OneSave, newer_names, newest_of_each_kind, shared_by_kind
 from elastic_ext.checkpoints.copying.together import Tiers, Together
 from elastic_ext.checkpoints.directory import upkeep
 from elastic_ext.checkpoints.formats import detect
@@ -77,7 +77,6 @@ class ScriptSaves:
         self._reasons: list[str] = []  # why something has failed in this turn
         self._waiting: list[str] = []
         self._given_up: list[str] = []
-        self._unrecorded: set[str] = set()  # names that were logged
         self._follows = False  # this node waits for what another one leads
 
     def turn(self, finish: bool) -> CopyState:
@@ -272,7 +271,11 @@ class ScriptSaves:
         if save is not None and has_changed(save, tiers.local):
             save = None
         if save is None and not entry.is_link and pattern_of(name) in tiers.here.kinds_of_several:
-            self._leave_unrecorded(entry)
+            self._leftovers.log_unrecorded(entry)
+            if not self._leftovers.is_passed(entry):
+                self._waiting += [name] if name not in self._waiting else []
+                is_over = self._finish_at is not None and tiers.clock() - self._finish_at >= OLDER_S
+                self._given_up += [name] if is_over else []  # the agents may still record it until then
         elif entry.sibling or save is None or tiers.here.is_barred(name):
             self._leftovers.copy(entry, save)
         elif together and tiers.here.is_checkpoint(save):
@@ -290,24 +293,6 @@ class ScriptSaves:
             raise upkeep.CopyError(f"{tiers.local.path(name)} is written to while it is copied")
         else:
             self._leftovers.copy_new(save)
-
-    def _leave_unrecorded(self, entry: Entry) -> None:
-        """It is of several nodes, and not recorded: the agents may still do that for a while, and other nodes have the rest.
-
-        Nothing is lost with one that an earlier round has left: a later round has begun without it. Raises OSError.
-        """
-        name, tiers = entry.name, self._tiers
-        is_older = notes.is_of_earlier_round(tiers.local, name)
-        if name not in self._unrecorded:
-            self._unrecorded.add(name)
-            why = "it is left from an earlier round, and" if is_older else "it may be torn:"
-            logger.warning("%s is not copied: %s no record says which part of a save it is", entry.path, why)
-        if is_older or not may_be_newest(name, tiers.there.arrived(pattern_of(name))):
-            return
-        if name not in self._waiting:
-            self._waiting.append(name)
-        if self._finish_at is not None and tiers.clock() - self._finish_at >= OLDER_S:
-            self._given_up.append(name)
 
 
 def left(local: Storage, waiting: Sequence[str]) -> list[str]:

@@ -20,6 +20,7 @@ job, and of later jobs, use them to inform each other about checkpoints:
     used, off
     fetched/                     in a local directory: files that other nodes sent for a load (`ranks`)
     of_nodes/NUMBER/             the same of what a script has saved, with links to this node's own files (`sharing/fetching`)
+    mirrored/KEY/                the parts of saves that this node keeps of other nodes (`sharing/mirrored`)
     choosing, loading/NAME       in a local directory: locks of agents that choose and workers that load (`tiers`)
 
 Only the named module reads and writes each file. But for those of `saves/`, the files have no version: fields may be added, and

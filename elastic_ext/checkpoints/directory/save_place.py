@@ -49,7 +49,7 @@ def find(local: Storage, remote: Storage) -> SavePlace:
     """Return where this node can save in this round. local, remote: `local_dir` and `checkpoint_dir`."""
     try:
         os.makedirs(local.address, exist_ok=True)
-        free, last = shutil.disk_usage(local.address).free, _last_size(local)
+        free, last = shutil.disk_usage(local.address).free, last_size(local)
     except OSError as error:
         return SavePlace(False, f"it cannot be used: {error}", full=True)
     return decide(free, last or _size_at_start(remote))
@@ -62,13 +62,13 @@ def _size_at_start(remote: Storage) -> int:
     """Return the bytes of the job's last save, asked once: a restart must not wait for that. 0: unknown."""
     if remote.address not in _at_start:
         try:
-            _at_start[remote.address] = _last_size(remote)
+            _at_start[remote.address] = last_size(remote)
         except OSError as error:
             logger.debug("the size of the last save is unknown: %s", error)
     return _at_start.get(remote.address, 0)
 
 
-def _last_size(storage: Storage) -> int:
+def last_size(storage: Storage) -> int:
     """Return the bytes of the largest one of the last saves of each kind. Raises OSError."""
     saves = [read_save(storage, known) for known in sorted(known_saves(storage).values())[-MOST_READ:]]
     return max((sum(file.size for file in save.files) for save in saves if save is not None), default=0)

@@ -7,4 +7,6 @@ part_requests.py the wire protocol: who proves what to whom, and what is asked f
 part_server.py  serves one node's directory to the others
 peers.py        asks another node's server
 fetching.py     makes the chosen save complete on this node
+mirror_plan.py  which part of a save a node keeps for another one (pure)
+mirrored.py     the parts that it keeps
 """

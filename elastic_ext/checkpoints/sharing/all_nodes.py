@@ -19,7 +19,7 @@ from io import BufferedReader
 
 from elastic_ext.checkpoints.directory.own_files import QUARANTINE
 from elastic_ext.checkpoints.formats.candidates import ANY, rank_name
-from elastic_ext.checkpoints.sharing.catalogue import Catalogue, NodeFile
+from elastic_ext.checkpoints.sharing.catalogue import Catalogue
 from elastic_ext.checkpoints.sharing.merging import SharedEntry, SharedFile, merged, path_in
 from elastic_ext.checkpoints.sharing.peers import NodePeer
 from elastic_ext.checkpoints.storage import Entry, LocalStorage, Storage
@@ -37,7 +37,7 @@ class AllNodes(Storage):
         self._shared = merged(catalogues)
         self._entries: dict[str, Entry] = {}  # by path
         self._folders: dict[str, set[str]] = {"": set()}  # names in each
-        self._places: dict[str, tuple[int, NodeFile]] = {}  # of files on nodes, by path
+        self._places: dict[str, tuple[int, str, int]] = {}  # of files, by path: the node, its path there, its size
         self._texts: dict[str, bytes] = {}  # the content of other files, by path
         for shared in self._shared.values():
             self._add(shared)
@@ -80,8 +80,8 @@ class AllNodes(Storage):
         if name not in self._places:
             number = errno.EISDIR if name in self._folders else errno.ENOENT
             raise OSError(number, os.strerror(number), self.path(name))
-        node, file = self._places[name]
-        with self._local.open(name) if node == self._own else self._peer(node).open(name, file.size) as opened:
+        node, place, size = self._places[name]
+        with self._local.open(place) if node == self._own else self._peer(node).open(place, size) as opened:
             yield opened
 
     def means_damage(self, error: OSError) -> bool:
@@ -110,7 +110,7 @@ class AllNodes(Storage):
             torn = "" if shared.is_dir else shared.torn
             # unusable: else it would be one of the files of all ranks, of which each counts as whole
             self._add_entry(Entry(path, self.path(path), False, found.size, found.mtime, of_ranks, torn=torn))
-            self._places[path] = node, found
+            self._places[path] = node, shared.at.get(file, path), found.size
 
     def _add_text(self, path: str, data: bytes) -> None:
         self._add_entry(Entry(path, self.path(path), False, len(data), 0.0))

@@ -13,6 +13,7 @@ torn: else another node's part of it would look like all of it.
 from __future__ import annotations
 
 import errno
+import hashlib
 import itertools
 import json
 import os
@@ -24,9 +25,9 @@ from typing import Annotated
 from elastic_ext.base import records
 from elastic_ext.base.printable import counted
 from elastic_ext.checkpoints.directory import own_files
-from elastic_ext.checkpoints.directory.own_files import Mark
+from elastic_ext.checkpoints.directory.own_files import MARKERS, Mark
 from elastic_ext.checkpoints.formats.candidates import ANY, order_of
-from elastic_ext.checkpoints.record.stored import KnownSave, Trust, known_saves, save_of, trust
+from elastic_ext.checkpoints.record.stored import KnownSave, Trust, known_saves, newest_attempt, save_of, trust
 from elastic_ext.checkpoints.storage import Entry, LocalStorage, files_of
 
 SCHEMA = 1
@@ -34,6 +35,7 @@ MAX_FILES = 20_000  # of a node; each entry counts as one at least
 MAX_BYTES = 64 << 20  # of an encoded catalogue
 MAX_NAME, MAX_PATH = 255, 4096  # bytes, as of Linux
 MOST_SHOWN = 3  # names in a message
+MIRRORED = f"{MARKERS}/mirrored"
 _LARGEST = 1 << 62  # of any number
 
 
@@ -97,11 +99,63 @@ class NodeEntry:
 
 
 @dataclass(frozen=True)
+class MirroredPart:
+    """Another node's part of a save, which this one keeps in case that one is lost. See `mirrored`.
+
+    origin: the directory that it is of, see `Catalogue`. record: as that node has recorded its part.
+    """
+
+    origin: records.Name
+    name: Annotated[str, is_entry_name]
+    is_dir: bool
+    attempt: Size
+    order: Size
+    record: str
+
+    @property
+    def known(self) -> KnownSave:
+        return KnownSave(self.attempt, self.order, self.name)
+
+    @property
+    def folder(self) -> str:
+        """Where it is in the local directory: its own place, so no other save of that name ever gets there."""
+        said = repr((self.origin, self.name, self.attempt, self.order, self.record))
+        return f"{MIRRORED}/{hashlib.sha256(said.encode()).hexdigest()[:32]}"
+
+    @property
+    def files(self) -> str:
+        """The folder in which its files are, by the paths that they have in the local directory of the other node."""
+        return f"{self.folder}/part"
+
+
+@dataclass(frozen=True)
+class KeptParts:
+    """What a directory keeps of other nodes, and its own name, see `Catalogue`."""
+
+    directory: str = ""
+    parts: tuple[MirroredPart, ...] = ()
+
+    @property
+    def rounds(self) -> int:
+        """The number of the last round of which there is something; 0: there is nothing."""
+        return newest_attempt(each.known for each in self.parts)
+
+
+NOTHING_KEPT = KeptParts()
+
+
+@dataclass(frozen=True)
 class Catalogue:
-    """What one node has. left_out: what is not listed, for people; "": nothing is missing."""
+    """What one node has.
+
+    left_out: what is not listed, for people; "": nothing is missing. directory: a name of this directory that no other one has;
+    "": it has none. mirrored: parts of other nodes, of which all files have the recorded sizes.
+    """
 
     entries: tuple[NodeEntry, ...] = ()
     left_out: str = ""
+    directory: records.NameOrEmpty = ""
+    mirrored: tuple[MirroredPart, ...] = ()
 
 
 def catalogue_of(local: LocalStorage) -> Catalogue:

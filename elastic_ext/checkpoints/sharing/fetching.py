@@ -25,7 +25,7 @@ from typing import IO
 from elastic_ext.checkpoints.directory.own_files import MARKERS
 from elastic_ext.checkpoints.directory.tiers import LOADING
 from elastic_ext.checkpoints.formats.candidates import ANY
-from elastic_ext.checkpoints.sharing.catalogue import is_entry_name, is_path
+from elastic_ext.checkpoints.sharing.catalogue import MIRRORED, is_entry_name, is_path
 from elastic_ext.checkpoints.sharing.merging import SharedFile
 from elastic_ext.checkpoints.sharing.peers import NodePeer
 from elastic_ext.checkpoints.storage import LocalStorage, remove_if_there
@@ -69,7 +69,7 @@ def fetch(
         if each.name not in wanted:
             raise OSError(errno.ESTALE, f"it has changed since it was listed with {each.size} bytes", local.path(each.name))
     _remove_others(local, number)
-    if all(each.node == own_node for each in wanted.values()):
+    if all(each.node == own_node and not each.at for each in wanted.values()):
         return local.path(name)
     target = LocalStorage(local.path(f"{FETCHED}/{number}"))
     for left in Path(target.address).rglob(f".*{_PART}"):  # by a fetch that was interrupted
@@ -80,7 +80,7 @@ def fetch(
     for file in missing:
         os.makedirs(os.path.dirname(target.path(file.name)), exist_ok=True)
         if file.node == own_node:
-            _link(local.path(file.name), target.path(file.name))
+            _link(local.path(file.place), target.path(file.name))
     _fetch_all(away, target, peers)
     return target.path(name)
 
@@ -104,10 +104,10 @@ def let_go(local: LocalStorage, number: int) -> Callable[[], None]:
 
 
 def chosen_files(files: Iterable[SharedFile], own_node: int) -> dict[str, SharedFile]:
-    """Return by name which of the files a node uses: its own one, else the first. Pure."""
+    """Return by name which of the files a node uses: its own one, else the first; a mirrored one is not its own. Pure."""
     found: dict[str, SharedFile] = {}
     for file in files:
-        if file.name not in found or file.node == own_node:
+        if file.name not in found or (file.node == own_node and not file.at):
             found[file.name] = file
     return found
 
@@ -115,13 +115,17 @@ def chosen_files(files: Iterable[SharedFile], own_node: int) -> dict[str, Shared
 def refuse_strange(files: Iterable[SharedFile], name: str) -> None:
     """Raise OSError for a file that is not of this entry: nothing is written elsewhere, whoever has sent the list. Pure."""
     fits = re.compile(re.escape(name).replace(re.escape(ANY), r"\d+") + "(/.*)?", re.DOTALL).fullmatch
-    strange = next((each.name for each in files if not is_path(each.name) or not fits(each.name)), None)
+    strange = next((each.name for each in files if not (is_path(each.name) and fits(each.name) and _is_place(each))), None)
     if strange is not None or not is_entry_name(name):
         raise OSError(errno.EINVAL, f"expected files of an entry of local_dir, got {strange!r} for {name!r}")
 
 
+def _is_place(file: SharedFile) -> bool:
+    return not file.at or (is_path(file.at) and file.at.startswith(f"{MIRRORED}/"))
+
+
 def _is_unchanged(local: LocalStorage, file: SharedFile) -> bool:
-    found = local.stat(file.name)
+    found = local.stat(file.place)
     return found is not None and not found.is_dir and found.size == file.size
 
 
@@ -201,7 +205,7 @@ def _fetch_all(files: Sequence[SharedFile], target: LocalStorage, peers: Mapping
         try:
             if file.node not in peers:
                 raise ConnectionError(f"node {file.node} has {file.name}, and serves no files")
-            _write(target.path(file.name), lambda to: peers[file.node].copy(file.name, file.size, to))
+            _write(target.path(file.name), lambda to: peers[file.node].copy(file.place, file.size, to))
         except BaseException:
             failed.set()
             raise

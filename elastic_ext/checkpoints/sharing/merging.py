@@ -7,6 +7,9 @@ Invariants:
   other, and no node has other files of that name. Its files are those that count by the records.
 - Anything else that several nodes have is torn, with the reason. Its record says so, too.
 - If several nodes have the same part, that of the lowest group rank counts.
+- A mirrored part stands in for one that no node has itself, of the newest save of that name that any node knows of. It does so
+  only while no node has the directory that it is of: else its script has removed or changed what was there. If it does not make
+  the save whole, the nodes have what they have without it.
 - A node that vouches for an older save of that name is left out: ranks move between nodes, and its files are of that save.
 - Of two files with one name, that which a rank of this round was seen to write counts, and of two such, that of the lower part.
   The other may be left from a round in which the nodes had other ranks.
@@ -37,7 +40,7 @@ from elastic_ext.checkpoints.formats.candidates import rank_name
 from elastic_ext.checkpoints.record import stored
 from elastic_ext.checkpoints.record.fold import pattern_of
 from elastic_ext.checkpoints.record.stored import KnownSave, RecordedFile, StoredSave
-from elastic_ext.checkpoints.sharing.catalogue import Catalogue, FilePath, NodeEntry, NodeFile, Size
+from elastic_ext.checkpoints.sharing.catalogue import Catalogue, FilePath, FilePathOrEmpty, NodeEntry, NodeFile, Size
 
 NOT_VOUCHED = "no record vouches for it, and others of its kind have files on several nodes"
 NOT_PROVED = "its files are on several nodes, and its save was not proved"
@@ -52,11 +55,19 @@ def path_in(name: str, file: str) -> str:
 
 @dataclass(frozen=True)
 class SharedFile:
-    """A file of a save that a node has. name: relative to the local directory. node: the group rank."""
+    """A file of a save that a node has.
+
+    name: relative to the local directory. node: the group rank. at: where it is there, if not by that name, as it is mirrored.
+    """
 
     name: FilePath
     size: Size
     node: records.Count
+    at: FilePathOrEmpty = ""
+
+    @property
+    def place(self) -> str:
+        return self.at or self.name
 
 
 @dataclass(frozen=True)
@@ -65,6 +76,7 @@ class SharedEntry:
 
     Attributes:
         files: that count, by their paths in the entry, each with the node that it is read from; none if it has gone.
+        at: where those are on their nodes that are mirrored, by their paths in the entry.
         own: the files of that save that nodes keep as they have them, also those that do not count.
         torn: why it cannot be used, for people; "": nothing says so.
         known: its recorded save. record: the content of that record's file.
@@ -75,6 +87,7 @@ class SharedEntry:
     is_dir: bool = False
     mtime: float = 0.0
     files: Mapping[str, tuple[int, NodeFile]] = field(default_factory=dict)
+    at: Mapping[str, str] = field(default_factory=dict)
     own: tuple[SharedFile, ...] = ()
     torn: str = ""
     known: KnownSave | None = None
@@ -84,18 +97,24 @@ class SharedEntry:
     @property
     def shared_files(self) -> Iterator[SharedFile]:
         """The files that count, and then those of the same names that other nodes have of this save."""
-        counting = [SharedFile(path_in(self.name, path), file.size, node) for path, (node, file) in self.files.items()]
+        files = self.files.items()
+        counting = [SharedFile(path_in(self.name, path), of.size, node, self.at.get(path, "")) for path, (node, of) in files]
         yield from counting
         yield from (each for each in self.own if each not in counting)
 
 
 @dataclass(frozen=True)
 class _Part:
-    """What one node has of an entry. save: None if none is recorded."""
+    """What one node has of an entry. save: None if none is recorded. mirrored: where its files are; "": it is the node's own."""
 
     node: int
     entry: NodeEntry
     save: StoredSave | None
+    mirrored: str = ""
+
+    def is_of(self, known: KnownSave | None) -> bool:
+        """Return whether this is a recorded part of that save, as it was recorded."""
+        return self.save is not None and self.entry.vouched and self.entry.known == known
 
 
 @dataclass(frozen=True)
@@ -105,6 +124,7 @@ class _Vouched:
     node: int
     entry: NodeEntry
     save: StoredSave
+    mirrored: str = ""
 
 
 def merged(catalogues: Mapping[int, Catalogue]) -> dict[str, SharedEntry]:
@@ -114,8 +134,47 @@ def merged(catalogues: Mapping[int, Catalogue]) -> dict[str, SharedEntry]:
         for entry in catalogue.entries:
             rows[entry.name][node] = entry
     parts = {name: [_Part(node, each, _save_of(node, each)) for node, each in of.items()] for name, of in sorted(rows.items())}
-    of_several = {pattern_of(name) for name, of in parts.items() if any(_is_of_several(each.save) for each in of)}
-    return _with_ranks({name: _merged_entry(name, of, pattern_of(name) in of_several) for name, of in parts.items()})
+    mirrored = _mirrored_parts(catalogues)
+    known = {name: [*parts.get(name, []), *mirrored.get(name, [])] for name in sorted({*parts, *mirrored})}
+    of_several = {pattern_of(name) for name, of in known.items() if any(_is_of_several(each.save) for each in of)}
+    entries = {name: _with_mirrored(name, parts.get(name, []), mirrored.get(name, []), of_several) for name in known}
+    return _with_ranks({name: each for name, each in entries.items() if each is not None})
+
+
+def _mirrored_parts(catalogues: Mapping[int, Catalogue]) -> dict[str, list[_Part]]:
+    """Return by name the mirrored parts of directories that no node has."""
+    there, found = {each.directory for each in catalogues.values()}, defaultdict[str, list[_Part]](list)
+    for node, catalogue in sorted(catalogues.items()):
+        for part in catalogue.mirrored:
+            save = stored.save_of(part.record.encode(), f"the record of {part.name}, mirrored by node {node}")
+            if part.origin not in there and save is not None and save.proved and not save.arriving and save.files:
+                files = tuple(NodeFile(file.name, file.size, file.mtime) for file in save.files)
+                time = max(file.mtime for file in files)
+                entry = NodeEntry(part.name, part.is_dir, time, files, part.attempt, part.order, part.record, True)
+                found[part.name].append(_Part(node, entry, save, part.files))
+    return found
+
+
+def _with_mirrored(
+    name: str, parts: Sequence[_Part], mirrored: Sequence[_Part], of_several: Collection[str]
+) -> SharedEntry | None:
+    """Return the entry; None if there is none. of_several: kinds of which saves have files on several nodes."""
+    lacking, several = _lacking_parts(parts, mirrored), pattern_of(name) in of_several
+    found = _merged_entry(name, [*parts, *lacking], several) if lacking else None
+    if found is not None and not found.torn:
+        return found
+    return _merged_entry(name, parts, several) if parts else None
+
+
+def _lacking_parts(parts: Sequence[_Part], mirrored: Sequence[_Part]) -> list[_Part]:
+    """Return the mirrored parts that no node has itself, of the newest save that is known of this name; one of each."""
+    known = max((each.entry.known for each in (*parts, *mirrored) if each.entry.known is not None), default=None)
+    held = {each.save.part for each in parts if each.save is not None and each.is_of(known)}
+    found: dict[int, _Part] = {}
+    for each in mirrored:
+        if each.save is not None and each.is_of(known) and each.save.part not in held:
+            found.setdefault(each.save.part, each)
+    return list(found.values())
 
 
 def _is_of_several(save: StoredSave | None) -> bool:
@@ -176,9 +235,9 @@ def _decided(name: str, there: Sequence[_Part]) -> SharedEntry:
     if newest is None or newest.save is None or not newest.save.proved:
         return _torn(name, there, NOT_PROVED)
     known = newest.entry.known
-    whole = [_Vouched(of.node, of.entry, of.save) for of in there if of.save and of.entry.vouched and of.entry.known == known]
+    whole = [_Vouched(of.node, of.entry, of.save, of.mirrored) for of in there if of.save and of.is_of(known)]
     held = {each.save.part: each for each in reversed(whole)}
-    rest = [each for each in there if each.node not in {of.node for of in whole}]
+    rest = [each for each in there if not each.is_of(known)]
     why = _others(rest, newest) or _absent(held, newest.save.parts) or _misfit(held, whole)
     return _torn(name, there, why) if why else _joined(name, held, whole)
 
@@ -219,9 +278,9 @@ def _sizes(files: Iterable[RecordedFile]) -> set[tuple[str, int]]:
 def _as_it_is(part: _Part) -> SharedEntry:
     entry = part.entry
     files = {file.name: (part.node, file) for file in entry.files}
-    return SharedEntry(
-        entry.name, entry.is_there, entry.is_dir, entry.mtime, files, known=entry.known, record=entry.record if part.save else ""
-    )
+    at = {file: f"{part.mirrored}/{path_in(entry.name, file)}" for file in files} if part.mirrored else {}
+    record = entry.record if part.save else ""
+    return SharedEntry(entry.name, entry.is_there, entry.is_dir, entry.mtime, files, at, known=entry.known, record=record)
 
 
 def _torn(name: str, there: Sequence[_Part], why: str) -> SharedEntry:
@@ -248,12 +307,13 @@ def _joined(name: str, held: Mapping[int, _Vouched], whole: Sequence[_Vouched]) 
     first, parts = held[0], [each for _, each in sorted(held.items())]
     saves = [each.save for each in parts]
     time = max(file.mtime for file in first.save.files)
-    counting: dict[str, tuple[int, RecordedFile]] = {}
+    counting: dict[str, tuple[_Vouched, RecordedFile]] = {}
     for part in parts:
         for file in part.save.files:
             if file.name not in counting or counting[file.name][1].rank < 0 <= file.rank:
-                counting[file.name] = part.node, file
-    files = {path: (node, NodeFile(path, file.size, time)) for path, (node, file) in counting.items()}
+                counting[file.name] = part, file
+    files = {path: (part.node, NodeFile(path, file.size, time)) for path, (part, file) in counting.items()}
+    at = {path: f"{part.mirrored}/{path_in(name, path)}" for path, (part, _) in counting.items() if part.mirrored}
     save = replace(
         saves[0],
         proved=all(each.proved for each in saves),
@@ -267,9 +327,9 @@ def _joined(name: str, held: Mapping[int, _Vouched], whole: Sequence[_Vouched]) 
         elsewhere=(),
     )
     record = records.encode(save, stored.SCHEMA)
-    written = ((each.node, file) for each in whole for file in each.save.files if file.rank >= 0)
+    written = ((each.node, file) for each in whole if not each.mirrored for file in each.save.files if file.rank >= 0)
     own = tuple(SharedFile(path_in(name, file.name), file.size, node) for node, file in written)
-    found = SharedEntry(name, True, first.entry.is_dir, time, files, own, "", first.entry.known, record)
+    found = SharedEntry(name, True, first.entry.is_dir, time, files, at, own, "", first.entry.known, record)
     if len(record) > records.MAX_BYTES:
         why = f"its record has {len(record)} bytes, expected {records.MAX_BYTES} at most"
         return _refused(found, replace(save, files=()), why)

@@ -1,7 +1,7 @@
 """Serves one node's local directory to the other nodes of the round, read-only. `part_requests` has the wire protocol.
 
-Only regular files below the directory are served, and none below `.elastic_ext/` but those of `held/`. What a path leads to
-counts, not what it looks like: a link may lead to another file of the directory, and nowhere else.
+Only regular files below the directory are served, and none below `.elastic_ext/` but those of `held/` and `mirrored/`. What a
+path leads to counts, not what it looks like: a link may lead to another file of the directory, and nowhere else.
 
 Nobody holds the server up: connections are limited in number and time, and where all are taken, one that has proved nothing yet
 makes room for the next.
@@ -16,6 +16,7 @@ import socket
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import IO
 
@@ -23,6 +24,7 @@ from elastic_ext.base import helper_process, records, threads
 from elastic_ext.base.printable import printable
 from elastic_ext.checkpoints.directory.own_files import MARKERS
 from elastic_ext.checkpoints.sharing import catalogue
+from elastic_ext.checkpoints.sharing.catalogue import Catalogue
 from elastic_ext.checkpoints.sharing.part_requests import (
     MAX_LINE,
     MAX_TEXT,
@@ -49,22 +51,31 @@ REQUEST_S = 10.0  # from connect to the end of the request
 STALLED_S = 30.0  # without a byte that the client takes
 BACKLOG = 256
 CLOSE_S = 5.0  # for the threads to end
-HELD = f"{MARKERS}/held"
+SERVED = (f"{MARKERS}/held/", f"{catalogue.MIRRORED}/")  # of what is hidden
 
 
 class PartServer:
     """Serves from daemon threads until `close`. Clients never raise anything here."""
 
-    def __init__(self, local: LocalStorage, host: str, secret: str = "", bind: str = "", port: int = 0) -> None:
+    def __init__(
+        self,
+        local: LocalStorage,
+        host: str,
+        secret: str = "",
+        bind: str = "",
+        port: int = 0,
+        look: Callable[[LocalStorage], Catalogue] = catalogue.catalogue_of,
+    ) -> None:
         """
         Args:
             host: name or address by which other nodes reach this one.
             secret: of the job; "": it has none.
             bind: address to listen on; "": on all.
+            look: makes the catalogue of a directory.
 
         Raises OSError: it cannot listen, or no thread can be started.
         """
-        self._local, self._key = local, new_key()
+        self._local, self._key, self._look = local, new_key(), look
         self._counting = counting_key(self._key, secret)
         self._clients: dict[socket.socket, bool] = {}  # oldest first; whether it has proved itself
         self._changed = threading.Condition()  # held for these
@@ -152,7 +163,7 @@ class PartServer:
         try:
             if request.asked is Asked.CATALOGUE:
                 with self._looking:
-                    data = catalogue.encode(catalogue.catalogue_of(self._local))
+                    data = catalogue.encode(self._look(self._local))
             else:
                 file = open_served(self._local.address, request.name)
         except OSError as error:
@@ -180,7 +191,7 @@ def open_served(directory: str, name: str) -> IO[bytes]:
     handle = os.open(os.path.join(root, name), os.O_PATH | os.O_CLOEXEC)
     try:
         inside = os.path.relpath(os.readlink(f"/proc/self/fd/{handle}"), root)
-        hidden = inside == MARKERS or (inside.startswith(f"{MARKERS}/") and not inside.startswith(f"{HELD}/"))
+        hidden = inside == MARKERS or (inside.startswith(f"{MARKERS}/") and not inside.startswith(SERVED))
         if inside.startswith("../") or hidden:
             raise PermissionError(errno.EACCES, "it is not below the directory that is served", name)
         if not stat.S_ISREG(os.fstat(handle).st_mode):

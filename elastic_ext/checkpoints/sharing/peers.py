@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from io import BufferedReader
@@ -82,13 +82,17 @@ class NodePeer:
             self._refuse_other_size(name, answer, whole, len(data))
             connection.fill(data)
 
-    def copy(self, name: str, size: int, file: IO[bytes]) -> None:
-        """Write all of a file of this size. Raises OSError."""
+    def copy(self, name: str, size: int, file: IO[bytes], throttle: Callable[[int], None] = lambda size: None) -> None:
+        """Write all of a file of this size. throttle: called with the bytes of each chunk before they are taken; may wait.
+
+        Raises OSError, and what `throttle` raises.
+        """
         with self._asked(PartRequest(new_key(), Asked.FILE, name)) as (connection, answer):
             self._refuse_other_size(name, answer, size, size)
             left, chunk = size, memoryview(bytearray(min(CHUNK, size)))
             while left:
                 part = chunk[: min(left, CHUNK)]
+                throttle(len(part))
                 connection.fill(part)
                 file.write(part)
                 left -= len(part)

@@ -101,13 +101,25 @@ class Orders:
 class NodeRecord:
     """The record in this node's own directory. Any storage error costs the save that it hits, and is logged once."""
 
-    def __init__(self, local: LocalStorage, node: int, world: int, ranks: int, rounds: int = 0) -> None:
-        """node: group rank. world: number of ranks, ranks: of this node. rounds: see `Resumption`. Raises OSError."""
-        self._local, self._node = local, node
+    def __init__(
+        self,
+        local: LocalStorage,
+        node: int,
+        world: int,
+        ranks: int,
+        rounds: int = 0,
+        recorded: Callable[[Orders], None] = lambda orders: None,
+    ) -> None:
+        """node: group rank. world: number of ranks, ranks: of this node. rounds: see `Resumption`. recorded: see `AgentSide`.
+
+        Raises OSError.
+        """
+        self._local, self._node, self._recorded = local, node, recorded
         self._attempt = AttemptRecord(local, world, rounds + 1, ranks)
         self._listed: dict[int, tuple[RecordedSave, Mapping[str, Entry]]] = {}  # by order
         self._removing: dict[str, tuple[int, bool]] = {}  # by name: how many more looks to take; it is removed, not moved
         self._removed: list[RemovedPart] = []
+        self.seen_to_be_used = False
         self._fault = ""  # the last one
 
     @property
@@ -133,6 +145,8 @@ class NodeRecord:
             self._tried(lambda write=write: self._write(write, orders.loads))  # type: ignore[misc]
         for removed in orders.remove:
             self._tried(lambda removed=removed: self._remove(removed))  # type: ignore[misc]
+        if orders.writes:
+            self._recorded(orders)
         return tuple(self._list(each) for each in orders.lists)
 
     def _list(self, order: ListOrder) -> PartList:
@@ -210,9 +224,9 @@ class NodeRecord:
 
     @property
     def is_used(self) -> bool:
-        """Whether a script saves here, as far as that is known."""
+        """Whether a script saves here, or in the directory of another node, as far as that is known."""
         try:
-            return notes.is_used(self._local)
+            return self.seen_to_be_used or notes.is_used(self._local)
         except OSError:
             return True
 

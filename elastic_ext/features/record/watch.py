@@ -21,11 +21,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from elastic_ext.agent.beginning import RoundBeginning
 from elastic_ext.agent.companion import Companion, LocalWorkers, RoundPlace
-from elastic_ext.agent.feature import Feature, RoundParts
+from elastic_ext.agent.feature import Feature, JobParts, RoundParts
 from elastic_ext.base import errors, records, round_store, threads
+from elastic_ext.checkpoints.agreement.shared_dir import SharedDir
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.formats.candidates import step_of
 from elastic_ext.checkpoints.record.journal import JournalPart, JournalTail, SavePath
@@ -36,9 +38,12 @@ from elastic_ext.features.record.keeping import Keeping, keeping_of
 from elastic_ext.features.record.orders import NodeRecord, Orders, PartList, WholeRecord
 from elastic_ext.features.record.pauses import LOOK_S
 from elastic_ext.features.record.posts import SCHEMA, SHARED, PostsOfNodes, RankSteps, SavePost, read_orders
-from elastic_ext.features.resume.watch import addresses
+from elastic_ext.features.resume.watch import ResumePoint, addresses
 from elastic_ext.rendezvous.round_records import EndKind
 from elastic_ext.workers.progress import Progress
+
+if TYPE_CHECKING:
+    from elastic_ext.features.record.mirror import PartMirror
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +70,13 @@ class AgentSide:
     """What the agent knows, and is told.
 
     rounds: see `Resumption`. proved: called with each entry that was recorded as proved, and its directory. is_broken: whether a
-    node was lost, or leaves.
+    node was lost, or leaves. recorded: called with what all nodes were told to record of their parts, once this one has done so.
     """
 
     rounds: int = 0
     proved: Callable[[SavePath, Storage], None] = lambda entry, storage: None
     is_broken: Callable[[], bool] = lambda: False
+    recorded: Callable[[Orders], None] = lambda orders: None
 
 
 class SaveWatch(Companion):
@@ -93,7 +99,6 @@ class SaveWatch(Companion):
         self.answered = 0  # the last question of group rank 0 that was answered here
         self._tails = {local_rank: JournalTail(path) for local_rank, path in journals.items()}
         self._fault = ""  # the first one of a journal or post
-        self._saves_apart = False  # some rank was seen to write to the `local_dir` of its node
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._workers: LocalWorkers | None = None
@@ -107,7 +112,7 @@ class SaveWatch(Companion):
 
     def workers_ended(self, workers: LocalWorkers) -> None:
         limit_s = JOIN_S
-        if self._own is not None and (self._saves_apart or self._own.is_used) and not self._agent.is_broken():
+        if self._own is not None and self._own.is_used and not self._agent.is_broken():
             self.patience_s, limit_s = LAST_S, 3 * LAST_S  # to end, to list, and to write
         self._over.set()
         if self._thread is not None:
@@ -135,7 +140,8 @@ class SaveWatch(Companion):
         if self._apart is None:
             return None
         try:
-            return NodeRecord(self._apart, self._place.node, self._place.world, len(self._local.ranks), self._agent.rounds)
+            place, agent = self._place, self._agent
+            return NodeRecord(self._apart, place.node, place.world, len(self._local.ranks), agent.rounds, agent.recorded)
         except OSError as error:
             logger.warning(NOT_RECORDED, f"{self._apart.address}: {error}")
             return None
@@ -290,7 +296,8 @@ class SaveWatch(Companion):
             journals = [part.parsed(str(post.node)) for part in post.parts]
             if post.node and self._apart is not None:
                 journals = [replace(each, events=tuple(of_node(event, post.node) for event in each.events)) for each in journals]
-            self._saves_apart = self._saves_apart or any(of.place.at >= LOCAL for each in journals for of in each.events)
+            if whole is not None and any(event.place.at >= LOCAL for each in journals for event in each.events):
+                whole.own.seen_to_be_used = True
             proof.take(journals, {each.rank: each.steps for each in post.counts}, post.broken)
             if whole is not None:
                 whole.record.take(post.lists)
@@ -356,9 +363,26 @@ class RecordOfSaves(Feature):
 
     _rounds = 0  # see `Resumption`
     _apart = False  # each node of several saves in its own `local_dir`
+    _shared: SharedDir | None = None  # how the nodes of the round read each other's
+
+    def __init__(self, parts: JobParts) -> None:
+        super().__init__(parts)
+        self._mirror: PartMirror | None = None
+        if parts.settings.mirrors_saves:
+            from elastic_ext.features.record import mirror
+
+            self._mirror = mirror.of_settings(parts.settings)
 
     def round_begins(self, beginning: RoundBeginning) -> None:
         self._rounds, self._apart = beginning.checkpoint.rounds, beginning.saves_locally
+        self._shared = beginning.shared if isinstance(beginning, ResumePoint) else None
+
+    def beside_job(self) -> Companion | None:
+        return self._mirror
+
+    def close(self) -> None:
+        if self._mirror is not None:
+            self._mirror.close()
 
     def message(self) -> Mapping[str, object]:
         return {"saves_below": addresses(self.parts.settings)}
@@ -371,7 +395,11 @@ class RecordOfSaves(Feature):
         local = open_storage(settings.local_dir or "") if kept else None
         journals = {each: str(message["journal"]) for each, message in round_.messages.items() if "journal" in message}
         shared = open_storage(settings.checkpoint_dir)
-        return SaveWatch(round_.place, shared, journals, local, AgentSide(self._rounds, self._tell, self._is_broken))
+        agent = AgentSide(self._rounds, self._tell, self._is_broken)
+        if self._mirror is not None:
+            self._mirror.begin(round_.place, self._shared)
+            agent = replace(agent, recorded=self._mirror.recorded)
+        return SaveWatch(round_.place, shared, journals, local, agent)
 
     def _is_broken(self) -> bool:
         end = self.parts.job.part.over()

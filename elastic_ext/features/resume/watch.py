@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from elastic_ext.checkpoints.agreement.shared_dir import SharedDir
 from elastic_ext.checkpoints.choice import listing
 from elastic_ext.checkpoints.directory import tiers
 from elastic_ext.checkpoints.formats.candidates import order_or_oldest
+from elastic_ext.checkpoints.sharing.catalogue import MIRRORED, KeptParts
 from elastic_ext.checkpoints.sharing.fetching import let_go, pin_of
 from elastic_ext.checkpoints.storage import LocalStorage, open_storage
 from elastic_ext.failures.ledger import JobVerdict
@@ -122,6 +123,7 @@ class ResumePoint(RoundBeginning):
         self._copies, self._memory = copies, memory or {}
         self._settings = settings
         self._pin = pin
+        self.shared: SharedDir | None = None  # how the nodes of the round read each other's `local_dir`
 
     @property
     def step(self) -> int | None:
@@ -288,13 +290,16 @@ class Resuming(Feature):
 
     def agree(self, group: WorkerGroup) -> ResumePoint:
         place = place_of(group)
-        if place.nodes > 1 and self._shared is None:
+        settings = self.parts.settings
+        if self._shared is None and (place.nodes > 1 or _keeps_parts(settings)):
             try:
-                self._shared = shared_dir(self.parts.settings, self.parts.job.node.address)
+                self._shared = shared_dir(settings, self.parts.job.node.address)
             except (OSError, ValueError, errors.UsageError) as error:
                 self._unshared = str(error)
         place = replace(place, shared=self._shared, unshared=self._unshared)
-        return agree(self.parts.settings, self.parts.job, place, self._copies)
+        found = agree(settings, self.parts.job, place, self._copies)
+        found.shared = self._shared
+        return found
 
     def close(self) -> None:
         if self._shared is not None:
@@ -312,7 +317,24 @@ def shared_dir(settings: Settings, host: str) -> SharedDir | None:
     secret = settings.job_secret or ""
     if not secret and settings.job_secret_file is not None:
         secret = Path(settings.job_secret_file).read_text().strip()
-    return SharedDir(local, host, secret) if isinstance(local, LocalStorage) else None
+    return SharedDir(local, host, secret, _kept_in(settings)) if isinstance(local, LocalStorage) else None
+
+
+def _kept_in(settings: Settings) -> Callable[[LocalStorage], KeptParts] | None:
+    """Return what says what a directory keeps of other nodes; None: nodes keep nothing of each other."""
+    if not settings.mirrors_saves:
+        return None
+    from elastic_ext.checkpoints.sharing.mirrored import kept_in
+
+    return kept_in
+
+
+def _keeps_parts(settings: Settings) -> bool:
+    """Return whether `local_dir` keeps parts of other nodes, which a job on this node alone may need."""
+    local = open_storage(settings.local_dir) if settings.mirrors_saves and settings.local_dir is not None else None
+    with suppress(OSError):
+        return isinstance(local, LocalStorage) and any(each.is_dir for each in local.listed(MIRRORED))
+    return False
 
 
 def addresses(settings: Settings) -> list[str]:

@@ -149,7 +149,7 @@ def test_a_secret_file_with_a_newline(tmp_path: Path) -> None:
 def test_two_agents_with_one_directory(tmp_path: Path) -> None:
     """Each would record its part over that of the other: so the script saves in checkpoint_dir, and the log says why."""
     (tmp_path / "local").mkdir()
-    settings = Settings(checkpoint_dir=str(tmp_path / "shared"), local_dir=str(tmp_path / "local"))
+    settings = Settings(checkpoint_dir=str(tmp_path / "shared"), local_dir=str(tmp_path / "local"), local_saves="all")
     first = shared_dir(settings, "127.0.0.1")
     assert first is not None
     with pytest.raises(UsageError, match=r"another agent uses .*: give each agent a local_dir of its own") as refused:

@@ -45,7 +45,7 @@ FIRST = pytest.mark.xfail(reason="of unrecorded files of one name, the node that
 
 
 @pytest.mark.parametrize("order", [(0, 1), pytest.param((1, 0), marks=FIRST)])
-def test_an_old_file_on_the_node_of_rank_0_before(nodes: Nodes, order: tuple[int, int]) -> None:
+def test_an_old_file_of_rank_0_before(nodes: Nodes, order: tuple[int, int]) -> None:
     """Rank 0 saves under one name, and has moved from node 1 to node 0. Neither file is recorded as it is."""
     torch_file(nodes.local[1] / "ckpt.pt", step=20)
     torch_file(nodes.local[0] / "ckpt.pt", step=40)

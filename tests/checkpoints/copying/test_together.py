@@ -471,7 +471,7 @@ def test_files_with_bare_numbers_arrive_together(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_file_of_the_same_moment_is_no_newer_one(nodes: Nodes, rank: int) -> None:
+def test_a_file_of_one_moment_stays(nodes: Nodes, rank: int) -> None:
     """One rank has removed its old file, and the other one is about to: the copies of both stay until a newer save is there."""
     name = nodes.save_files(20, ranks=1, label="", moment=True)
     nodes.until(name)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -14,7 +15,16 @@ from elastic_ext.checkpoints.choice.listing import Wanted, newest_in
 from elastic_ext.checkpoints.record import stored
 from elastic_ext.checkpoints.record.stored import KnownSave, RecordedFile, StoredSave, files_at
 from elastic_ext.checkpoints.sharing.all_nodes import AllNodes
-from elastic_ext.checkpoints.sharing.catalogue import Catalogue, catalogue_of, decode, encode
+from elastic_ext.checkpoints.sharing.catalogue import Catalogue, KeptParts, catalogue_of, decode, encode
+from elastic_ext.checkpoints.sharing.mirror_plan import is_unchanged, next_step
+from elastic_ext.checkpoints.sharing.mirrored import (
+    commit_part,
+    fetch_part,
+    kept_in,
+    mirrored_parts,
+    remove_leftovers,
+    revoke,
+)
 from elastic_ext.checkpoints.sharing.part_requests import PartPlace
 from elastic_ext.checkpoints.sharing.part_server import open_served
 from elastic_ext.checkpoints.sharing.peers import NodePeer
@@ -36,7 +46,7 @@ class PeerOnDisk(NodePeer):
             file.seek(offset)
             data[:] = file.read(len(data))
 
-    def copy(self, name: str, size: int, file: IO[bytes]) -> None:
+    def copy(self, name: str, size: int, file: IO[bytes], throttle: Callable[[int], None] = lambda size: None) -> None:
         self.requests += 1
         with open_served(str(self.directory), name) as source:
             file.write(source.read())
@@ -48,6 +58,7 @@ class SeveralNodes:
         for each in self.directories:
             each.mkdir()
         self.attempt, self.order = 1, 0
+        self.mirrors = False  # nodes keep parts of each other
 
     def __getitem__(self, node: int) -> Path:
         return self.directories[node]
@@ -60,7 +71,35 @@ class SeveralNodes:
 
     def catalogues(self) -> dict[int, Catalogue]:
         """As they are after the wire."""
-        return {node: decode(encode(catalogue_of(self.storage(node))), "a test") for node in range(len(self.directories))}
+        return {node: self.catalogue(node) for node in range(len(self.directories))}
+
+    def catalogue(self, node: int) -> Catalogue:
+        local = self.storage(node)
+        kept = kept_in(local) if self.mirrors else KeptParts()
+        found = replace(catalogue_of(local), directory=kept.directory, mirrored=kept.parts)
+        return decode(encode(found), "a test")
+
+    def mirror(self, node: int, source: int, meanwhile: Callable[[], object] = lambda: None) -> list[str]:
+        """A node keeps what another one has of the newest save; return what it keeps then. meanwhile: before it counts."""
+        local, peer = self.storage(node), PeerOnDisk(self.directories[source], source)
+        while True:
+            plan = next_step(self.catalogue(source), (), mirrored_parts(local), lambda entry: True)
+            revoke(local, plan.free)
+            remove_leftovers(local)
+            for part in plan.fetch:
+                fetch_part(local, part, peer.copy)
+            meanwhile()
+            there = self.catalogue(source)
+            same = [part for part in plan.fetch if is_unchanged(part, there)]
+            for part in same:
+                commit_part(local, part)
+            if len(same) < len(plan.fetch) or not plan.fetch:
+                return sorted(each.name for each in mirrored_parts(local))
+
+    def lose(self, node: int) -> None:
+        """Another host takes its place, without its disk."""
+        shutil.rmtree(self.directories[node])
+        self.directories[node].mkdir()
 
     def seen_by(self, own: int = 0) -> AllNodes:
         return AllNodes(self.storage(own), own, self.catalogues(), self.peers())

@@ -12,6 +12,7 @@ import pytest
 
 from elastic_ext.checkpoints.directory.tiers import Pin
 from elastic_ext.checkpoints.sharing import fetching
+from elastic_ext.checkpoints.sharing.catalogue import MIRRORED
 from elastic_ext.checkpoints.sharing.fetching import FETCHED, chosen_files, fetch, pin_of
 from elastic_ext.checkpoints.sharing.merging import SharedFile
 from tests.checkpoints.choice.scenes import put
@@ -206,6 +207,7 @@ def test_a_name_cannot_lead_elsewhere(nodes: SeveralNodes, name: str) -> None:
 
 
 def test_an_own_file_goes_first() -> None:
-    files = [SharedFile("a", 1, 2), SharedFile("b", 1, 2), SharedFile("a", 3, 0), SharedFile("a", 4, 1)]
+    mirrored = SharedFile("b", 9, 1, f"{MIRRORED}/key/part/b")
+    files = [SharedFile("a", 1, 2), SharedFile("b", 1, 2), SharedFile("a", 3, 0), SharedFile("a", 4, 1), mirrored]
     assert chosen_files(files, 1) == {"a": files[3], "b": files[1]}
     assert chosen_files(files, 3) == {"a": files[0], "b": files[1]}

@@ -18,6 +18,7 @@ from elastic_ext.checkpoints.choice.listing import Wanted, newest_in
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.record.stored import known_saves, newest_attempt, read_save
 from elastic_ext.checkpoints.sharing.fetching import fetch
+from elastic_ext.checkpoints.sharing.mirrored import kept_in
 from elastic_ext.checkpoints.storage import remove_if_there
 from tests.checkpoints.choice.scenes import OPTIMIZER, T0, WEIGHTS, put, saved
 from tests.checkpoints.sharing.several_nodes import SeveralNodes
@@ -30,6 +31,8 @@ class History:
     def __init__(self, folder: Path, seed: int) -> None:
         self.random, self.nodes = random.Random(seed), SeveralNodes(folder, 3)
         self.kind = self.random.choice(KINDS)
+        self.mirroring = random.Random(seed + 1_000_000)  # one of its own: without mirrors, the histories are the same
+        self.nodes.mirrors = self.mirroring.random() < 0.5
         self.skew = [self.random.randrange(100_000) for _ in range(3)]  # of the clocks of the directories
         self.saves = self.clock = 0
         self.barred = ""
@@ -51,7 +54,7 @@ class History:
         round_nodes = (
             sorted(self.random.sample(range(3), self.random.choice((1, 2, 3, 3, 3)))) if self.kind == KINDS[0] else [0, 1, 2]
         )
-        attempts = [newest_attempt(known_saves(self.nodes.storage(each)).values()) for each in range(3)]
+        attempts = [self.rounds(each) for each in range(3)]
         self.nodes.attempt = 1 + max(attempts[each] for each in round_nodes)
         self.nodes.order = 0 if self.random.random() < 0.8 else self.random.randrange(3)
         name = "last" if in_place else f"step_{10 * self.saves}" if self.kind == KINDS[0] else f"ckpt_{10 * self.saves}_rank_*.pt"
@@ -66,6 +69,28 @@ class History:
             self.record(name, round_nodes, whole, killed)
         is_newest = self.nodes.attempt > max(attempts)  # else nodes that were away have counted on their own
         self.last = name if whole and is_newest and not killed else ""
+
+    def rounds(self, node: int) -> int:
+        local = self.nodes.storage(node)
+        mirrored = kept_in(local).rounds if self.nodes.mirrors else 0
+        return max(mirrored, newest_attempt(known_saves(local).values()))
+
+    def mirror(self) -> None:
+        """Nodes come to it or not, and a part may change meanwhile. Then one of them may be lost with its disk."""
+        for node in range(3) if self.nodes.mirrors else ():
+            if self.mirroring.random() < 0.7:
+                source = (node + 1) % 3
+                changes = self.mirroring.random() < 0.1
+                self.nodes.mirror(node, source, lambda source=source: self.damage_any(source) if changes else None)  # type: ignore[misc]  # noqa: B023
+        if self.nodes.mirrors and self.mirroring.random() < 0.3:
+            self.nodes.lose(self.mirroring.randrange(3))
+            self.barred = self.last = ""
+
+    def damage_any(self, node: int) -> None:
+        names = [each for each in os.listdir(self.nodes[node]) if not each.startswith(".")]
+        if names:
+            self.damage(node, self.mirroring.choice(names))
+            self.barred = self.last = ""
 
     def paths(self, node: int, name: str, first: bool) -> list[str]:
         if self.kind == KINDS[2]:
@@ -190,6 +215,7 @@ def test_a_choice_is_always_one_whole_save(tmp_path: Path, seeds: range) -> None
             for _ in range(6):
                 history.save()
                 chosen += history.check()
+                history.mirror()
                 history.disturb()
                 chosen += history.check()
         except AssertionError as error:

@@ -16,8 +16,8 @@ from tests.ports import free_port
 JOB = str(Path(__file__).parents[2] / "scripts" / "apart_saves.py")
 
 
-def command(folder: Path, nodes: int = 2) -> list[str]:
-    conf = f"--rdzv-conf=checkpoint_dir={folder}/checkpoints,local_dir=local,local_saves=all,last_call_timeout=1"
+def command(folder: Path, nodes: int = 2, more: str = "") -> list[str]:
+    conf = f"--rdzv-conf=checkpoint_dir={folder}/checkpoints,local_dir=local,local_saves=all,last_call_timeout=1{more}"
     where = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job", f"--nnodes={nodes}", "--nproc-per-node=1"]
     return [*AGENT, "--rdzv-backend=ext_c10d", "--local-addr=127.0.0.1", "--max-restarts=2", *where, conf, JOB]
 
@@ -52,3 +52,17 @@ def test_nodes_resume_from_their_own_disks(tmp_path: Path) -> None:
     assert sum(each.out.count(f" RESUMES 6 FROM {tmp_path}/checkpoints/step_6 ") for each in ended) == 2, [
         each.all for each in ended
     ]
+
+
+@pytest.mark.full
+def test_a_save_outlives_a_node_and_its_disk(tmp_path: Path) -> None:
+    """Before its copy is in checkpoint_dir: its replacement, and the node that has stayed, get that part from the mirror."""
+    ended = run_nodes(tmp_path, [*command(tmp_path, more=",mirror=on"), "disk"], "a", "b", "c")
+    said = [each.all for each in ended]
+    assert sorted(each.returncode for each in ended) == [-9, 0, 0], said
+    lines = sorted(line for each in ended for line in each.out.splitlines() if " RESUMES " in line)
+    assert len(lines) == 2, said
+    for line in lines:
+        assert " RESUMES 6 FROM " in line
+        assert line.endswith("step_6 WITH model.pt optim_0.pt optim_1.pt")
+        assert "/local/.elastic_ext/of_nodes/" in line

@@ -318,7 +318,7 @@ class Settings:
         "that save in `elastic_ext.save_dir()`; the agent copies to checkpoint_dir in the background")
     local_saves: str = _setting("one_machine", one_of("one_machine", "all"),
         "where `elastic_ext.save_dir()` is local_dir: in jobs on one machine, or in all. On several nodes this is new: nodes "
-        "fetch each other's files, and some ways to save do not count yet (see [two tiers](checkpoints.md#two-tiers))")
+        "fetch each other's files, and [some ways to save](trainers.md) do not count yet")
     max_restarts: int | None = _setting(None, RESTARTS, "overrides --max-restarts; -1: no limit")
     memory_every: int | None = _setting(None, STEPS,
         "steps from one copy in memory by `Checkpointer.snapshot` to the next; 0: no copies; default: as often as possible while "

@@ -35,7 +35,7 @@ def run(folder: Path, library: str, steps: int, workers: int = 2, **variables: s
 def run_on_two_nodes(folder: Path, library: str, steps: int, **variables: str) -> list[Finished]:
     """A rank and a local directory on each."""
     pytest.importorskip(PACKAGES[library])
-    conf = f"--rdzv-conf=checkpoint_dir={folder}/saves,local_dir=local,last_call_timeout=1"
+    conf = f"--rdzv-conf=checkpoint_dir={folder}/saves,local_dir=local,local_saves=all,last_call_timeout=1"
     where = [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1", "--rdzv-id=job", "--nnodes=2"]
     options = ["--rdzv-backend=ext_c10d", *where, "--nproc-per-node=1", "--max-restarts=1", conf]
     script = [SCRIPTS / "resilient_job.py", library, "saves", str(steps)]

@@ -13,6 +13,7 @@ Invariants:
 - A node that vouches for an older save of that name is left out: ranks move between nodes, and its files are of that save.
 - Of two files with one name, that which a rank of this round was seen to write counts, and of two such, that of the lower part.
   The other may be left from a round in which the nodes had other ranks.
+- What one node of several has, and no node has a record of, is torn: files that were on a lost node would not be missed.
 - What one node has, and no record vouches for, is torn if saves of its kind (of its name without digits) are of several nodes,
   or of several ranks, each with an entry of its own.
 - Clocks of machines are never compared. All files of a merged save, and its record, have one time: that of the newest file of
@@ -22,7 +23,7 @@ Invariants:
 - Where each rank has written a file of its own, by its name and by the record, the files of all ranks must be there. A node that
   is lost has taken its records along, so nothing else would miss them.
 
-Where no node has a record of a kind any more, only its format says what is whole, as on one machine.
+A job on one node goes by formats where it has no record of a kind, as on one machine.
 
 The last rule also refuses what rank 0 has saved alone under a name with its rank. Nothing tells that from a lost node.
 """
@@ -42,7 +43,7 @@ from elastic_ext.checkpoints.record.fold import pattern_of
 from elastic_ext.checkpoints.record.stored import KnownSave, RecordedFile, StoredSave
 from elastic_ext.checkpoints.sharing.catalogue import Catalogue, FilePath, FilePathOrEmpty, NodeEntry, NodeFile, Size
 
-NOT_VOUCHED = "no record vouches for it, and others of its kind have files on several nodes"
+NOT_VOUCHED = "no record vouches for it, and other nodes may have had files of it"
 NOT_PROVED = "its files are on several nodes, and its save was not proved"
 OF_RANKS = ("rank", "global_rank", "shard")  # words before the number of a rank among all ranks of a job
 _NUMBER = re.compile(r"\d+")
@@ -137,7 +138,9 @@ def merged(catalogues: Mapping[int, Catalogue]) -> dict[str, SharedEntry]:
     mirrored = _mirrored_parts(catalogues)
     known = {name: [*parts.get(name, []), *mirrored.get(name, [])] for name in sorted({*parts, *mirrored})}
     of_several = {pattern_of(name) for name, of in known.items() if any(_is_of_several(each.save) for each in of)}
-    entries = {name: _with_mirrored(name, parts.get(name, []), mirrored.get(name, []), of_several) for name in known}
+    unknown = {name for name, of in known.items() if len(catalogues) > 1 and not any(each.save for each in of)}
+    may_be_part = {name for name in known if pattern_of(name) in of_several or name in unknown}
+    entries = {name: _with_mirrored(name, parts.get(name, []), mirrored.get(name, []), name in may_be_part) for name in known}
     return _with_ranks({name: each for name, each in entries.items() if each is not None})
 
 
@@ -155,15 +158,13 @@ def _mirrored_parts(catalogues: Mapping[int, Catalogue]) -> dict[str, list[_Part
     return found
 
 
-def _with_mirrored(
-    name: str, parts: Sequence[_Part], mirrored: Sequence[_Part], of_several: Collection[str]
-) -> SharedEntry | None:
-    """Return the entry; None if there is none. of_several: kinds of which saves have files on several nodes."""
-    lacking, several = _lacking_parts(parts, mirrored), pattern_of(name) in of_several
-    found = _merged_entry(name, [*parts, *lacking], several) if lacking else None
+def _with_mirrored(name: str, parts: Sequence[_Part], mirrored: Sequence[_Part], may_be_part: bool) -> SharedEntry | None:
+    """Return the entry; None if there is none. may_be_part: see `_merged_entry`."""
+    lacking = _lacking_parts(parts, mirrored)
+    found = _merged_entry(name, [*parts, *lacking], may_be_part) if lacking else None
     if found is not None and not found.torn:
         return found
-    return _merged_entry(name, parts, several) if parts else None
+    return _merged_entry(name, parts, may_be_part) if parts else None
 
 
 def _lacking_parts(parts: Sequence[_Part], mirrored: Sequence[_Part]) -> list[_Part]:
@@ -182,8 +183,8 @@ def _is_of_several(save: StoredSave | None) -> bool:
     return save is not None and (save.parts > 1 or len(save.moment) > 1)
 
 
-def _merged_entry(name: str, parts: Sequence[_Part], of_several: bool) -> SharedEntry:
-    """of_several: saves of its kind have files on several nodes."""
+def _merged_entry(name: str, parts: Sequence[_Part], may_be_part: bool) -> SharedEntry:
+    """may_be_part: what no record vouches for may lack files that other nodes had."""
     full = _without_older([each for each in parts if each.entry.files or each.entry.more])
     there = full or [each for each in parts if each.entry.is_there][:1] or _newest(parts)
     marks = (each.entry.mark for each in parts if each.entry.mark is not None and _bars(each, parts))
@@ -191,7 +192,7 @@ def _merged_entry(name: str, parts: Sequence[_Part], of_several: bool) -> Shared
     if not there:
         return SharedEntry(name, mark=mark)
     found = _decided(name, there)
-    if of_several and found.is_there and not (found.torn or there[0].entry.vouched):
+    if may_be_part and found.is_there and not (found.torn or there[0].entry.vouched):
         found = _torn(name, there, NOT_VOUCHED)
     return replace(found, mark=mark)
 

@@ -193,10 +193,10 @@ def test_the_lowest_of_equal_parts_counts() -> None:
 
 
 @pytest.mark.parametrize("vouched", [True, False])
-@pytest.mark.parametrize("order", [0, 7])
-def test_what_one_node_has_stays(order: int, vouched: bool) -> None:
+@pytest.mark.parametrize(("order", "nodes"), [(0, 1), (7, 1), (7, 2)])
+def test_what_one_node_has_stays(order: int, nodes: int, vouched: bool) -> None:
     row = part(1, "a b.", parts=1, order=order, vouched=vouched)
-    found = joined({0: NodeEntry("last"), 1: row})
+    found = joined({0: NodeEntry("last"), 1: row} if nodes > 1 else {1: row})
     assert not found.torn
     assert (found.mtime, found.record, found.known) == (row.mtime, row.record, row.known)
     assert found.files == {file.name: (1, file) for file in row.files}
@@ -332,6 +332,12 @@ def test_ranks_of_two_moments_are_apart() -> None:
 
 
 def test_one_torn_file_of_a_rank_tears_all() -> None:
-    rows = {rank: replace(rank_file(rank), record="", vouched=False) for rank in range(4)}
-    found = merged({0: Catalogue((rows[0], rows[1])), 1: Catalogue((rows[1], rows[2], rows[3]))})
-    assert {each.torn for each in found.values()} == {NOT_PROVED}
+    rows = {rank: rank_file(rank) for rank in range(4)}
+    other = replace(rows[1], record="", vouched=False)
+    found = merged({0: Catalogue((rows[0], rows[1])), 1: Catalogue((other, rows[2], rows[3]))})
+    assert {each.torn for each in found.values()} == {"node 1 has other files of that name"}
+
+
+def test_what_no_node_has_recorded_is_torn() -> None:
+    """What a lost node had of it would not be missed."""
+    assert joined({0: NodeEntry("last"), 1: part(1, "a b.", parts=1, order=0)}).torn == NOT_VOUCHED

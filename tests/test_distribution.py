@@ -87,14 +87,13 @@ def in_wheel(wheel: Path) -> set[str]:
 
 
 def test_the_wheel_holds_the_package_alone(dist: Path) -> None:
-    """No tests and no pages: it has to fit into a ConfigMap."""
+    """No tests and no pages."""
     package = ROOT / "elastic_ext"
     code = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".md", ".pyc")}
     about = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
     expected = {str(path.relative_to(ROOT)) for path in code} | {f"{NAME}.dist-info/{each}" for each in about}
     wheel = dist / f"{NAME}-py3-none-any.whl"
     assert in_wheel(wheel) ^ expected == set()
-    assert wheel.stat().st_size < 1 << 20
 
 
 def test_the_sdist_builds_the_same_wheel(dist: Path, tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def varying(line: str) -> str:
 
 @pytest.mark.seam
 def test_what_is_installed_has_its_data(tmp_path):
-    """The dependencies are there, and no index is asked. The pages are not installed: the wheel has to fit into a ConfigMap."""
+    """The dependencies are there, and no index is asked. The pages are not installed."""
     source = tmp_path / "source"
     shutil.copytree(ROOT / "elastic_ext", source / "elastic_ext", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("README.md", "LICENSE", "pyproject.toml"):

@@ -46,18 +46,17 @@ class LeftoverFiles:
         elif not entry.is_link:
             self._send(entry)
 
-    def log_unrecorded(self, entry: Entry) -> None:
-        """Say, once, that an entry is not copied: other nodes may have more of it, and nothing says what belongs together."""
-        if entry.name not in self._logged:
-            self._logged.add(entry.name)
-            is_older = notes.is_of_earlier_round(self._local, entry.name)
-            why = "it is left from an earlier round, and" if is_older else "it may be torn:"
-            logger.warning("%s is not copied: %s no record says which part of a save it is", entry.path, why)
+    def passes_by(self, entry: Entry) -> bool:
+        """Say, once, that an entry is not copied: other nodes may have more of it, and nothing says what belongs together.
 
-    def is_passed(self, entry: Entry) -> bool:
-        """Return whether nothing is lost without it: a later round has begun without it, or a newer save of its kind is there."""
+        Return whether nothing is lost without it: a later round has begun without it, or a newer save of its kind is there.
+        """
         name = entry.name
         is_older = notes.is_of_earlier_round(self._local, name)
+        if name not in self._logged:
+            self._logged.add(name)
+            why = "it is left from an earlier round, and" if is_older else "it may be torn:"
+            logger.warning("%s is not copied: %s no record says which part of a save it is", entry.path, why)
         return is_older or not may_be_newest(name, self._there.arrived(pattern_of(name)))
 
     def copy_new(self, save: LocalSave) -> None:

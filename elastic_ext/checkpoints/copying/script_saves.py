@@ -271,8 +271,7 @@ class ScriptSaves:
         if save is not None and has_changed(save, tiers.local):
             save = None
         if save is None and not entry.is_link and pattern_of(name) in tiers.here.kinds_of_several:
-            self._leftovers.log_unrecorded(entry)
-            if not self._leftovers.is_passed(entry):
+            if not self._leftovers.passes_by(entry):
                 self._waiting += [name] if name not in self._waiting else []
                 is_over = self._finish_at is not None and tiers.clock() - self._finish_at >= OLDER_S
                 self._given_up += [name] if is_over else []  # the agents may still record it until then

@@ -29,7 +29,7 @@ from elastic_ext.checkpoints.formats.candidates import is_hidden, order_of
 from elastic_ext.checkpoints.record.fold import pattern_of
 from elastic_ext.checkpoints.record.journal import JournalLine, SavePath
 from elastic_ext.checkpoints.record.proof import RecordedSave
-from elastic_ext.checkpoints.record.stored import LEAST_SHARE, NodePart, RecordedFile
+from elastic_ext.checkpoints.record.stored import NodePart, RecordedFile, UsualSizes
 
 LOCAL = 1
 """The number of the `local_dir` of group rank 0 in the proof of a round; those of the other nodes follow."""
@@ -161,14 +161,13 @@ class UsualFiles:
 
     _last: dict[str, int] = field(default_factory=dict)  # by kind
     _fewer: dict[str, tuple[int, Counter[str]]] = field(default_factory=dict)  # by kind: order and files of the last with fewer
-    _size: dict[str, int] = field(default_factory=dict)  # by kind
-    _shorter: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: order and bytes of the last one cut short
+    _sizes: UsualSizes = field(default_factory=UsualSizes)
 
     def know(self, before: Iterable[KindFiles]) -> None:
         """Take what a node knows from earlier rounds."""
         for each in before:
             self._last[each.kind] = max(each.files, self._last.get(each.kind, 0))
-            self._size[each.kind] = max(each.size, self._size.get(each.kind, 0))
+            self._sizes.last[each.kind] = max(each.size, self._sizes.last.get(each.kind, 0))
 
     def lacks(self, save: WholeSave) -> str:
         """Return what it lacks, for people; "": nothing."""
@@ -183,16 +182,13 @@ class UsualFiles:
     def cut_short(self, save: WholeSave, size: int) -> str:
         """Return whether it has too few bytes, for people; "": no. size: bytes on all nodes."""
         kind = pattern_of(save.name)
-        usual = self._size.get(kind, 0)
-        order, shorter = self._shorter.get(kind, (save.order, 0))
-        if size >= LEAST_SHARE * usual or (order != save.order and size >= LEAST_SHARE * shorter):
+        if not self._sizes.is_short(kind, save.order, size):
             return ""
-        self._shorter[kind] = save.order, size
-        return f"all nodes together have {size} bytes of it, and the last one of this name had {usual}"
+        return f"all nodes together have {size} bytes of it, and the last one of this name had {self._sizes.last[kind]}"
 
     def recorded(self, save: WholeSave, size: int) -> None:
         self._last[pattern_of(save.name)] = save.inside.total()
-        self._size[pattern_of(save.name)] = size
+        self._sizes.last[pattern_of(save.name)] = size
 
 
 Listed = Mapping[int, Mapping[str, RecordedFile]]

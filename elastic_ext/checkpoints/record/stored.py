@@ -437,6 +437,22 @@ def _unchanged(found: Mapping[str, Entry], before: StoredSave | None) -> set[str
     return {each.name for each in before.files if not _differs(each, found.get(each.name))} if before is not None else set()
 
 
+@dataclass
+class UsualSizes:
+    """How many bytes saves of a kind have. Pure. last: of the last whole one, by its name with "#" for digits."""
+
+    last: dict[str, int] = field(default_factory=dict)
+    _shorter: dict[str, tuple[int, int]] = field(default_factory=dict)  # by kind: order and bytes of the last one cut short
+
+    def is_short(self, kind: str, order: int, size: int) -> bool:
+        """Return whether a save has too few bytes, unless another one since had as few. order: of the save in its round."""
+        before, shorter = self._shorter.get(kind, (order, 0))
+        if size >= LEAST_SHARE * self.last.get(kind, 0) or (before != order and size >= LEAST_SHARE * shorter):
+            return False
+        self._shorter[kind] = order, size
+        return True
+
+
 class AttemptRecord:
     """The record of one round, as it grows on the storage. One process writes it: the agent of group rank 0.
 
@@ -460,8 +476,7 @@ class AttemptRecord:
         saves = {pattern: each for pattern, each in read.items() if each is not None}
         # files of the last save, by its name with "#" for digits, where it is proved and as many ranks wrote it
         self.before = {pattern: each.files_of_all for pattern, each in saves.items() if each.proved and each.world == world}
-        self.sizes = {pattern: saves[pattern].size_of_all for pattern in self.before}  # bytes; the same
-        self._shorter: dict[str, tuple[int, int]] = {}  # by the same: order and bytes of the last one cut short
+        self.sizes = UsualSizes({pattern: saves[pattern].size_of_all for pattern in self.before})
         self._loads = next((each.loads for each in reversed(saves.values())), ())
         self._alone = {pattern for pattern, each in saves.items() if each.proved and each.parts == 1}
 
@@ -563,13 +578,10 @@ class AttemptRecord:
     def _cut_short(self, save: KnownSave, found: Mapping[str, Entry]) -> str:
         """Return whether a save of this node alone has too few bytes, for people; "": no. Another one as short is not."""
         size, kind = sum(each.size for each in found.values()), pattern_of(save.name)
-        usual = self.sizes.get(kind, 0)
-        order, shorter = self._shorter.get(kind, (save.order, 0))
-        if size >= LEAST_SHARE * usual or (order != save.order and size >= LEAST_SHARE * shorter):
-            self.sizes[kind] = size
-            return ""
-        self._shorter[kind] = save.order, size
-        return f"it has {size} bytes, and the last one of this name {usual}"
+        if self.sizes.is_short(kind, save.order, size):
+            return f"it has {size} bytes, and the last one of this name {self.sizes.last[kind]}"
+        self.sizes.last[kind] = size
+        return ""
 
     def write_unproved(self, save: RecordedSave, reads: Iterable[EntryRead]) -> None:
         """Record a save that was not proved, unless what was proved of its entry before is still as it was. Raises OSError."""

@@ -133,7 +133,7 @@ class NodeRecord:
     @property
     def before(self) -> tuple[KindFiles, ...]:
         """What is known of the last saves in earlier rounds with as many ranks."""
-        files, sizes = self._attempt.before, self._attempt.sizes
+        files, sizes = self._attempt.before, self._attempt.sizes.last
         return tuple(KindFiles(kind, files[kind], sizes[kind]) for kind in files)
 
     def carry_out(self, orders: Orders) -> tuple[PartList, ...]:

@@ -10,26 +10,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from elastic_ext.checkpoints.copying import notes
 from elastic_ext.checkpoints.copying.targets import STALLED_S
 from elastic_ext.checkpoints.directory import upkeep
-from elastic_ext.checkpoints.storage import LocalStorage
 from tests.checkpoints.copying.several import Nodes
 from tests.checkpoints.copying.test_script_saves import torch_file
-from tests.checkpoints.copying.test_the_end_on_several_nodes import ends
+from tests.checkpoints.copying.test_the_end_on_several_nodes import ends, nodes
 from tests.checkpoints.record.recording import Script
 
-
-@pytest.fixture
-def nodes(tmp_path: Path) -> Nodes:
-    found = Nodes(tmp_path)
-    for local in found.local:
-        LocalStorage(str(local)).put(notes.USED, b"")
-    return found
+__all__ = ["nodes"]  # a fixture
 
 
 def record_apart(nodes: Nodes, node: int, *names: str, step: int = 20) -> None:

@@ -5,6 +5,7 @@
     .elastic_ext/used            a script saves here: it has called `save_dir()`, or one of its saves was copied
     .elastic_ext/off             this round saves elsewhere, so nothing of scripts is copied before its end
     .elastic_ext/began           its time is that at which the last round began here
+    .elastic_ext/older/NAME      the entry is older than a save of that name on other nodes, unless it was changed since
 
 So a copy is removed because a script has removed its original, and never because a disk was wiped: then the notes are gone, too.
 The agent writes the latter, the copier the former, and takes both away once the copy is removed or has a new original.
@@ -15,11 +16,12 @@ from __future__ import annotations
 import hashlib
 
 from elastic_ext.checkpoints.directory.own_files import MARKERS
-from elastic_ext.checkpoints.record.stored import BEGAN, KnownSave, began_at, files_at
-from elastic_ext.checkpoints.storage import Storage, remove_if_there
+from elastic_ext.checkpoints.record.stored import BEGAN, KnownSave, began_at, changed_at
+from elastic_ext.checkpoints.storage import LocalStorage, Storage, remove_if_there
 
 COPIED, REMOVED = f"{MARKERS}/copied", f"{MARKERS}/removed"
 USED, OFF = f"{MARKERS}/used", f"{MARKERS}/off"
+OLDER = f"{MARKERS}/older"
 
 
 def identity(known: KnownSave, record: bytes) -> str:
@@ -56,10 +58,29 @@ def note_round(local: Storage, saves_here: bool) -> None:
         local.put(OFF, b"")
 
 
-def is_of_earlier_round(local: Storage, name: str) -> bool:
-    """Return whether nothing of an entry was written since the last round began. Raises OSError."""
-    began, times = began_at(local), [each.mtime for each in files_at(local, name).values()]
-    return began is not None and all(time is not None and time < began for time in times)
+def is_of_earlier_round(local: LocalStorage, name: str) -> bool:
+    """Return whether nothing of an entry was changed since the last round began. Raises OSError."""
+    began = began_at(local)
+    return began is not None and changed_at(local, name) < began
+
+
+def note_older(local: Storage, name: str, number: int, changed: float) -> None:
+    """Note that an entry is older than a save. number: see `KnownSave`. changed: see `changed_at`, before. Raises OSError."""
+    if older_than(local, name, changed) == 0:
+        local.put(f"{OLDER}/{name}", f"{number} {changed!r}".encode())
+
+
+def older_than(local: Storage, name: str, changed: float) -> int:
+    """Return the number of the first save that an entry is known to be older than; 0: there is none. Raises OSError."""
+    number, _, noted = (local.read_if_there(f"{OLDER}/{name}") or b"").decode(errors="replace").partition(" ")
+    return int(number) if number.isdecimal() and noted == repr(changed) else 0
+
+
+def forget_older(local: Storage) -> None:
+    """Take back what was noted of entries that have gone. Raises OSError."""
+    for each in local.listed(OLDER):
+        if local.stat(each.name) is None:
+            remove_if_there(local, f"{OLDER}/{each.name}")
 
 
 def note_removed(local: Storage, name: str, recorded: bool) -> None:

@@ -23,6 +23,7 @@ ENDED = "what wrote it beside the training of rank {rank} has ended"
 NEXT = "the thread of rank {rank} that wrote it has begun the next save"
 REPORTED = "the script has reported it as complete"
 MOST_GONE = 64  # removed saves that are kept, because their proof may still come, and prove others; and names of removed ones
+MOST_NAMES = 1000  # of which it is known how often each was saved
 _DIGITS = re.compile(r"\d+")
 
 
@@ -72,6 +73,9 @@ class OpenSave:
     cut: int = 0  # files that were removed after it was over
     gone: bool = False
     changes: int = 0  # how often something of it was written, or removed from it
+    was: str = ""  # the name from which it was renamed
+    number: int = 0  # how often this name was saved before, in this round
+    since: int = -1  # the count at the last writing of the save of this name before
 
     @property
     def count(self) -> int:
@@ -108,6 +112,7 @@ class _Entries:
         self.steppers: set[Who] = set()  # threads that train
         self._begun = 0  # how many saves there were
         self._current: dict[SavePath, OpenSave] = {}
+        self._last: dict[SavePath, tuple[int, int]] = {}  # by entry: number of its last save, and count at its last writing
         self._open: dict[Who, dict[int, OpenSave]] = {}  # by order, those of which its piece may not be over
 
     def _unfinished(self, who: Who) -> list[tuple[OpenSave, SavePiece]]:
@@ -149,10 +154,17 @@ class _Entries:
         return event.steps <= current.count and all(number != who[0] for number, _ in current.pieces)
 
     def _begin(self, entry: SavePath, files: dict[str, tuple[Who, int]], names: set[str]) -> OpenSave:
-        begun = self._current[entry] = OpenSave(self._begun, entry, files, names)
+        number, since = self._last.get(entry, (-1, -1))
+        begun = self._current[entry] = OpenSave(self._begun, entry, files, names, number=number + 1, since=since)
         self._begun += 1
         self.saves.append(begun)
         return begun
+
+    def _note_last(self, save: OpenSave) -> None:
+        self._last.pop(save.entry, None)
+        self._last[save.entry] = save.number, max((each.count for each in save.pieces.values()), default=-1)
+        if len(self._last) > MOST_NAMES:
+            del self._last[next(iter(self._last))]
 
     def forget(self, proved: Collection[int]) -> None:
         """Let go of what was removed or written again. An event that is taken back brings it here again. proved: their order."""
@@ -309,6 +321,7 @@ class SaveFold(_Entries):
         save.begins.setdefault(who[0], event.steps)
         save.commit = ""
         save.changes += 1
+        self._note_last(save)
 
     def _next_save(self, who: Who, save: OpenSave) -> None:
         """A thread has begun this save: it is through with those of the same directory, and of the same name but for digits."""
@@ -416,6 +429,8 @@ class SaveFold(_Entries):
         save = self._begin(event.to, files, names)
         save.pieces, save.begins = pieces, dict(source.begins)
         save.unseen, save.cut = source.unseen, source.cut
+        save.was = event.place.path if event.place == event.place.entry else ""
+        self._note_last(save)
         by_step = any(each.over in (self.said(STEP, of), self.said(REMOVED, of)) for of, each in pieces.items())
         if event.number == 0 and not by_step:  # else it is an older one that makes room
             save.commit = self.said(RENAMED, who)

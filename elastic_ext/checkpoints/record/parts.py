@@ -5,12 +5,15 @@ name are put together. A part that is whole says nothing of the others. So a sav
 
 (a) each node has either a proved part of that name, or nothing of that name in its directory but what is known as an older save;
 (b) since the save of that name that was put together last, each part was written again, or none was and there is more of it;
-(c) all parts have the same count of steps, or the name has a number and is new: what is saved beside the training may begin a
+(c) all parts have the same count of steps, or the name has a number and is new, or this is the same save of that name on each
+    node, by their number in the round, and all of the one before was over first: what is saved beside the training may begin a
     few steps late, but an old part of one node and a new one of another would look alike where a name comes again;
 (d) all parts together have no fewer files than the last save of that kind that was put together, or that was recorded in an
     earlier round with as many ranks; or the same ones as another save since. Nor have they less than half its bytes, but where
     another save since had as few. Ranks move between nodes, so no node can say that of its own part;
-(e) no worker has removed a part of it meanwhile: what is left of it on other nodes is no save (`LeftParts`).
+(e) no worker has removed a part of it meanwhile: what is left of it on other nodes is no save (`LeftParts`);
+(f) if a part was renamed to that name, no other node has one of its old name that is not older: a rank may rename for all, as in
+    a directory of all.
 
 All nodes list their parts after they are proved. The lists count once every node has read its journals again (`features/record`).
 """
@@ -19,7 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Annotated
 
@@ -31,6 +34,11 @@ from elastic_ext.checkpoints.record.journal import JournalLine, SavePath
 from elastic_ext.checkpoints.record.proof import RecordedSave
 from elastic_ext.checkpoints.record.stored import NodePart, RecordedFile, UsualSizes
 
+LEFT = "a worker has removed a part of it"
+NOT_ALL_AGAIN = "not all nodes have written their part again"
+SEVERAL_COUNTS = (
+    "the nodes have written their parts at other steps, and the name came before: give each save a name with its step"
+)
 LOCAL = 1
 """The number of the `local_dir` of group rank 0 in the proof of a round; those of the other nodes follow."""
 
@@ -67,10 +75,15 @@ class ProvedPart:
 
 @dataclass(frozen=True)
 class WholeSave:
-    """Parts of one name that are all proved. parts: by node. changes: other values than before: something was written since."""
+    """Parts of one name that are all proved.
+
+    parts: by node. doubt: why they are not one save, for people; "": nothing says so. changes: other values than before:
+    something was written since.
+    """
 
     name: str
     parts: Mapping[int, RecordedSave]
+    doubt: str = ""
 
     @property
     def order(self) -> int:
@@ -102,45 +115,63 @@ Parts = Mapping[int, tuple[int, int]]
 
 
 def current_parts(saves: Sequence[RecordedSave]) -> dict[str, dict[int, RecordedSave]]:
-    """Return by name and node what the nodes have now in their own directories, as far as the round has written it."""
+    """Return by name and node what the nodes have now in their own directories, as far as the round has written it.
+
+    Temporary names are among them.
+    """
     found: dict[str, dict[int, RecordedSave]] = {}
     for each in saves:
         name = each.entry.path
-        if each.entry.at >= LOCAL and not (each.gone or is_hidden(name) or order_of(name) is not None):
+        if each.entry.at >= LOCAL and not (each.gone or order_of(name) is not None):
             found.setdefault(name, {})[each.entry.at - LOCAL] = each
     return found
 
 
-def whole_saves(
+def proved_saves(
     current: Mapping[str, Mapping[int, RecordedSave]],
     last: Mapping[str, Parts],
     left: Mapping[str, Mapping[int, int]] = MappingProxyType({}),
     names: Collection[str] = (),
 ) -> list[WholeSave]:
-    """Return what is new, of which each known part is proved, and (b), (c) and (e) hold.
+    """Return what is new and of which each known part is proved, with the reason if (b), (c), (e) or (f) does not hold.
 
     last: what was put together last. left: see `LeftParts.orders`. names: that were put together before.
     """
-    found = [WholeSave(name, parts) for name, parts in current.items()]
+    found = [WholeSave(name, parts) for name, parts in current.items() if not is_hidden(name)]
+    found = [each for each in found if all(part.proved for part in each.parts.values()) and not _is_known(each, last)]
+    doubts = (_doubt(each, current, last.get(each.name, {}), each.name not in names) for each in found)
     return [
-        each
-        for each in found
-        if _is_whole(each, last.get(each.name, {}), each.name not in names) and not _is_left(each, left.get(each.name, {}))
+        replace(each, doubt=LEFT if _is_left(each, left.get(each.name, {})) else doubt)
+        for each, doubt in zip(found, doubts, strict=True)
     ]
+
+
+def _is_known(save: WholeSave, last: Mapping[str, Parts]) -> bool:
+    """Return whether it was put together already."""
+    return all(last.get(save.name, {}).get(node) == now for node, now in save.changes.items())
 
 
 def _is_left(save: WholeSave, left: Mapping[int, int]) -> bool:
     return any(left.get(node) == each.order for node, each in save.parts.items())
 
 
-def _is_whole(save: WholeSave, last: Parts, is_new: bool) -> bool:
+def _doubt(save: WholeSave, current: Mapping[str, Mapping[int, RecordedSave]], last: Parts, is_new: bool) -> str:
     parts = save.parts
-    again = {last[node][0] == each.order for node, each in parts.items() if node in last}
-    if not all(each.proved for each in parts.values()) or len(again) > 1:
-        return False
-    if all(last.get(node) == now for node, now in save.changes.items()):
-        return False  # it was put together already
-    return len({each.count for each in parts.values()}) == 1 or (is_new and pattern_of(save.name) != save.name)
+    if len({last[node][0] == each.order for node, each in parts.items() if node in last}) > 1:
+        return NOT_ALL_AGAIN
+    for node, each in parts.items():
+        others = [of for other, of in current.get(each.was, {}).items() if other != node and of.count >= each.count]
+        if others:
+            return f"node {node} has renamed its part, and another node has a part of the old name, {each.was}"
+    counts = {each.count for each in parts.values()}
+    is_numbered = is_new and pattern_of(save.name) != save.name
+    return "" if len(counts) == 1 or is_numbered or _is_same_time(save) else SEVERAL_COUNTS
+
+
+def _is_same_time(save: WholeSave) -> bool:
+    """Return whether each node has saved that name as often, and the last time before was over on all."""
+    since = max(each.since for each in save.parts.values())
+    return len({each.number for each in save.parts.values()}) == 1 and all(each.count > since for each in save.parts.values())
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ class RecordedSave:
         gone: it has been removed, or written again, since.
         changes: another number than before: something of it was written or removed.
         usual: number of files that the last proved save of its name had written; 0: none was proved.
+        was: the name from which it was renamed; "": it was not.
+        number: how often this name was saved before in this round. since: the count at the last writing of the one before; -1:
+            there was none.
     """
 
     order: int
@@ -70,6 +73,9 @@ class RecordedSave:
     gone: bool = False
     changes: int = 0
     usual: int = 0
+    was: str = ""
+    number: int = 0
+    since: int = -1
 
     @property
     def kind(self) -> str:
@@ -317,4 +323,7 @@ class _Judge:
             gone=save.gone,
             changes=save.changes,
             usual=max((self.files.get(each, 0) for each in save.names), default=0),
+            was=save.was,
+            number=save.number,
+            since=save.since,
         )

@@ -190,6 +190,16 @@ def began_at(storage: Storage) -> float | None:
     return entry.mtime if entry is not None else None
 
 
+def changed_at(local: LocalStorage, name: str) -> float:
+    """Return when something of an entry in a node's own directory was changed last; 0: nothing is there. Raises OSError.
+
+    By the clock of that node, and also where a program has kept the time of the original, as `cp -p` does.
+    """
+    paths = [local.path(name), *(each.path for each in files_at(local, name).values())]
+    times = (os.lstat(path) for path in paths if os.path.lexists(path))
+    return max((max(each.st_mtime, each.st_ctime) for each in times), default=0.0)
+
+
 def newest_attempt(saves: Iterable[KnownSave]) -> int:
     """Return the number of the last round that has recorded something; 0: none has."""
     return max((each.attempt for each in saves), default=0)

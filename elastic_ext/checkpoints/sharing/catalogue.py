@@ -24,10 +24,11 @@ from typing import Annotated
 
 from elastic_ext.base import records
 from elastic_ext.base.printable import counted
+from elastic_ext.checkpoints.copying import notes
 from elastic_ext.checkpoints.directory import own_files
 from elastic_ext.checkpoints.directory.own_files import MARKERS, Mark
 from elastic_ext.checkpoints.formats.candidates import ANY, order_of
-from elastic_ext.checkpoints.record.stored import KnownSave, Trust, known_saves, newest_attempt, save_of, trust
+from elastic_ext.checkpoints.record.stored import KnownSave, Trust, changed_at, known_saves, newest_attempt, save_of, trust
 from elastic_ext.checkpoints.storage import Entry, LocalStorage, files_of
 
 SCHEMA = 1
@@ -76,6 +77,7 @@ class NodeEntry:
         vouched: the record vouches for this node's part as it is now.
         mark: the quarantine that holds for what is here now; None: it is not quarantined here.
         more: it has files that are not listed.
+        older_than: number of a save (`KnownSave`) of that name that was recorded later, on other nodes; 0: none is known.
     """
 
     name: Annotated[str, is_entry_name]
@@ -88,6 +90,7 @@ class NodeEntry:
     vouched: bool = False
     mark: Mark | None = None
     more: bool = False
+    older_than: Size = 0
 
     @property
     def is_there(self) -> bool:
@@ -163,6 +166,7 @@ def catalogue_of(local: LocalStorage) -> Catalogue:
     known = {name: each for name, each in known_saves(local).items() if _may_be(name) and each.number < _LARGEST}
     there = {each.name: each for each in local.listed() if _may_be(each.name) and not (each.is_link or each.unusable)}
     marks = {name for name in own_files.quarantined_names(local) if _may_be(name)}
+    older = {each.name for each in local.listed(notes.OLDER)}
     names = {*known, *there, *marks}
     if len(names) > MAX_FILES:
         raise OSError(errno.E2BIG, f"it holds {len(names)} names, expected {MAX_FILES} at most: empty it", local.address)
@@ -170,6 +174,9 @@ def catalogue_of(local: LocalStorage) -> Catalogue:
     room = MAX_FILES - len(names)  # the first file of an entry is counted with its name
     for entry in sorted(there.values(), key=lambda each: (known.get(each.name, oldest), each.mtime or 0.0), reverse=True):
         found[entry.name] = _listed(local, entry, known.get(entry.name), room + 1)
+        if entry.name in older:
+            number = notes.older_than(local, entry.name, changed_at(local, entry.name))
+            found[entry.name] = replace(found[entry.name], older_than=number)
         room -= max(0, len(found[entry.name].files) - 1)
     for name in known.keys() - there.keys():
         found[name] = _with_record(local, NodeEntry(name), known[name], {})

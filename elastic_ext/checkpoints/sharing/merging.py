@@ -10,7 +10,8 @@ Invariants:
 - A mirrored part stands in for one that no node has itself, of the newest save of that name that any node knows of. It does so
   only while no node has the directory that it is of: else its script has removed or changed what was there. If it does not make
   the save whole, the nodes have what they have without it.
-- A node that vouches for an older save of that name is left out: ranks move between nodes, and its files are of that save.
+- A node that vouches for an older save of that name is left out: ranks move between nodes, and its files are of that save. So is
+  one that has noted, when the save was recorded, that what it has is older.
 - Of two files with one name, that which a rank of this round was seen to write counts, and of two such, that of the lower part.
   The other may be left from a round in which the nodes had other ranks.
 - What one node of several has, and no node has a record of, is torn: files that were on a lost node would not be missed.
@@ -199,7 +200,10 @@ def _merged_entry(name: str, parts: Sequence[_Part], may_be_part: bool) -> Share
 
 def _without_older(parts: Sequence[_Part]) -> list[_Part]:
     last = max((each.entry.known for each in parts if each.entry.known is not None and each.entry.vouched), default=None)
-    older = [each for each in parts if last is not None and each.entry.vouched and each.entry.known != last]
+    if last is None:
+        return [*parts]
+    older = [each for each in parts if each.entry.vouched and each.entry.known != last]
+    older += [each for each in parts if not each.entry.vouched and 0 < each.entry.older_than <= last.number]
     return [each for each in parts if each not in older]
 
 

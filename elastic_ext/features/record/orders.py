@@ -27,6 +27,8 @@ from elastic_ext.checkpoints.record.stored import (
     KnownSave,
     RecordedFile,
     Trust,
+    began_at,
+    changed_at,
     files_at,
     known_saves,
     read_save,
@@ -116,7 +118,9 @@ class NodeRecord:
         """
         self._local, self._node, self._recorded = local, node, recorded
         self._attempt = AttemptRecord(local, world, rounds + 1, ranks)
+        notes.forget_older(local)
         self._listed: dict[int, tuple[RecordedSave, Mapping[str, Entry]]] = {}  # by order
+        self._older: dict[str, float] = {}  # by name: when entries of earlier rounds were changed last, as they were listed
         self._removing: dict[str, tuple[int, bool]] = {}  # by name: how many more looks to take; it is removed, not moved
         self._removed: list[RemovedPart] = []
         self.seen_to_be_used = False
@@ -172,13 +176,23 @@ class NodeRecord:
         return PartList(self._node, order.order, files, fault)
 
     def _others(self, name: str) -> Mapping[str, Entry]:
-        """Return the files of an entry of which this round has written none here; none if they are known as an older save."""
+        """Return the files of an entry of which this round has written none here; none if they are known to be older."""
+        changed = changed_at(self._local, name)
         found = files_at(self._local, name)
         known = known_saves(self._local).get(name) if found else None
         save = read_save(self._local, known) if known is not None else None
-        return {} if save is not None and trust(save.as_whole, found)[0] is Trust.PROVED else found
+        if save is not None and trust(save.as_whole, found)[0] is Trust.PROVED:
+            return {}
+        began = began_at(self._local)
+        if found and began is not None and changed < began:
+            self._older[name] = changed
+            return {}
+        return found
 
     def _write(self, order: WriteOrder, loads: Iterable[str]) -> None:
+        changed = self._older.pop(order.name, None)
+        if changed is not None:
+            notes.note_older(self._local, order.name, KnownSave(self.attempt, order.order, order.name).number, changed)
         listed = self._listed.pop(order.order, None)
         if listed is None or not listed[1]:
             return
@@ -238,7 +252,7 @@ class NodeRecord:
         for of_nodes in parts.current_parts(record.saves).values():
             save = of_nodes.get(0)
             is_alone = save is not None and len(of_nodes) == 1 and self._attempt.is_of_one_node(save.entry.path)
-            if save is not None and is_alone and not save.proved:
+            if save is not None and is_alone and not (save.proved or candidates.is_hidden(save.entry.path)):
                 self._tried(lambda save=save: self._attempt.write_unproved(save, reads_of(loads_of(record))))  # type: ignore[misc]
 
     def _tried(self, act: Callable[[], None]) -> str:
@@ -349,7 +363,6 @@ class WholeRecord:
                     self._refuse(save.name, fault, now)
                     continue
                 self._recorded[save.name], self._due[save.name] = save.changes, Due(now + EVERY_S)
-                self._refused.pop(save.name, None)
                 self._names.add(save.name)
                 self.removals.saved()
                 self.usual.recorded(save, size)
@@ -359,10 +372,11 @@ class WholeRecord:
     def _lists(self, current: Mapping[str, Mapping[int, RecordedSave]], asked: int, now: float) -> Iterable[ListOrder]:
         self._recorded = {name: known for name, known in self._recorded.items() if name in current}
         self._due = {name: due for name, due in self._due.items() if name in current}
-        for save in parts.whole_saves(current, self._recorded, self._left.orders, self._names):
+        self._refused = {name: why for name, why in self._refused.items() if name in current}
+        for save in parts.proved_saves(current, self._recorded, self._left.orders, self._names):
             if save.order in self._listed or self._due.get(save.name, Due()).at > now:
                 continue
-            lacks = self.usual.lacks(save)
+            lacks = save.doubt or self.usual.lacks(save)
             if lacks:
                 self._refuse(save.name, lacks, now)
             else:

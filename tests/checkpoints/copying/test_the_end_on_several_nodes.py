@@ -17,6 +17,7 @@ from elastic_ext.checkpoints.record.stored import Trust
 from elastic_ext.checkpoints.storage import LocalStorage
 from tests.checkpoints.copying.several import MOST_TURNS, Nodes
 from tests.checkpoints.copying.test_script_saves import content, trust_in
+from tests.until import until
 
 
 @pytest.fixture
@@ -205,10 +206,13 @@ def test_a_torn_save_of_an_earlier_round(nodes: Nodes) -> None:
     """A later round has begun without it, and has ended before it came to that step again."""
     old, torn = nodes.save(20), nodes.save(40)
     forget(nodes, torn)
-    for local in nodes.local:
-        notes.note_round(LocalStorage(str(local)), True)
-        for path in (local / torn).iterdir():
-            os.utime(path, (path.stat().st_atime, os.stat(local / ".elastic_ext" / "began").st_mtime - 5))
+    for local in map(LocalStorage, map(str, nodes.local)):
+
+        def begins(local: LocalStorage = local) -> bool:
+            notes.note_round(local, True)
+            return notes.is_of_earlier_round(local, torn)
+
+        until(begins)  # the clock of a file system is coarse
     assert ends(nodes, 0, 1) == {0: True, 1: True}
     assert nodes.check() == old
     assert not (nodes.remote / torn).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,13 @@ from elastic_ext.checkpoints.record.parts import (
     LOCAL,
     KindFiles,
     LeftParts,
+    Parts,
     RemovedPart,
     RemovedSaves,
     UsualFiles,
     WholeSave,
     current_parts,
-    whole_saves,
+    proved_saves,
 )
 from elastic_ext.checkpoints.record.proof import RecordedSave, RoundProof
 from elastic_ext.checkpoints.record.stored import NodePart, RecordedFile
@@ -30,13 +32,19 @@ def part(node: int, order: int, name: str = "last", count: int = 5, **changed: o
     return replace(save, **changed)  # type: ignore[arg-type]
 
 
+def wholes(
+    current: Mapping[str, Mapping[int, RecordedSave]], last: Mapping[str, Parts], left: Mapping[str, Mapping[int, int]] = {}
+) -> list[str]:
+    return [each.name for each in proved_saves(current, last, left) if not each.doubt]
+
+
 @pytest.mark.parametrize(
     ("saves", "last", "whole"),
     [
         ([part(0, 1), part(1, 2)], {}, True),
         ([part(1, 2)], {}, True),
         ([part(0, 1), part(1, 2, proved=False)], {}, False),
-        ([part(0, 1), part(1, 2, count=6)], {}, False),
+        ([part(0, 1, since=2), part(1, 2, count=6, since=5)], {}, False),
         ([part(0, 1, "s_5"), part(1, 2, "s_5", count=6)], {}, True),
         ([part(0, 3), part(1, 2)], {0: (1, 0), 1: (2, 0)}, False),
         ([part(0, 3, "s_5"), part(1, 2, "s_5", count=6)], {0: (1, 0), 1: (2, 0)}, False),
@@ -54,19 +62,19 @@ def part(node: int, order: int, name: str = "last", count: int = 5, **changed: o
 )  # fmt: skip
 def test_which_parts_are_one_save(saves: list[RecordedSave], last: dict[int, tuple[int, int]], whole: bool) -> None:
     name = saves[0].entry.path
-    assert [each.name for each in whole_saves(current_parts(saves), {name: last})] == [name] * whole
+    assert wholes(current_parts(saves), {name: last}) == [name] * whole
 
 
 def test_what_is_left_of_a_save_is_none() -> None:
     """Rank 0 has removed its part before it was recorded. What is written again counts, whatever was removed before."""
     left, removed = LeftParts(), [SavePath(0, "s_5"), SavePath(LOCAL, "s_5")]
     both, rest, again = [part(0, 1, "s_5"), part(1, 2, "s_5")], [part(1, 2, "s_5")], [part(1, 3, "s_5")]
-    wholes = []
+    found = []
     for saves, gone in ((both, []), (rest, removed), (rest, removed), (again, removed), ([*again, part(0, 4, "s_5")], [])):
         current = current_parts(saves)
         left.look(gone, current)
-        wholes.append(len(whole_saves(current, {}, left.orders)))
-    assert wholes == [1, 0, 0, 1, 1]
+        found.append(len(wholes(current, {}, left.orders)))
+    assert found == [1, 0, 0, 1, 1]
     left.look(removed, {})
     left.look(removed, current_parts(rest))
     assert left.orders == {}, "it was removed before this part was written"
@@ -76,7 +84,39 @@ def test_what_is_no_part_of_a_script() -> None:
     """What is in `checkpoint_dir`, has gone, is hidden, or is our own."""
     others = [part(0, 1, gone=True), part(0, 2, ".tmp"), part(0, 3, directory_name(7, 2)), part(0, 4)]
     others[3] = replace(others[3], entry=SavePath(0, "last"))
-    assert list(current_parts([part(1, 9, "s_5"), *others])) == ["s_5"]
+    assert wholes(current_parts([part(1, 9, "s_5"), *others]), {}) == ["s_5"]
+
+
+@pytest.mark.parametrize(
+    ("node_1", "whole"),
+    [
+        (part(1, 2, count=6, number=1, since=3), True),
+        (part(1, 2, count=6, number=2, since=5), False),
+        (part(1, 2, count=6, number=1, since=5), False),
+        (part(1, 2, count=5, number=2, since=4), True),
+    ],
+    ids=["the same one", "one more", "the one before came when this one began", "at the same step"],
+)
+def test_late_parts_of_a_name_that_comes_again(node_1: RecordedSave, whole: bool) -> None:
+    saves = [part(0, 1, number=1, since=2), node_1]
+    assert wholes(current_parts(saves), {}) == ["last"] * whole
+
+
+@pytest.mark.parametrize(
+    ("node_1", "whole"),
+    [
+        (part(1, 2, "tmp_5"), False),
+        (part(1, 2, "tmp_5", count=6), False),
+        (part(1, 2, "tmp_5", count=4), True),
+        (part(1, 2, "s_5", was="tmp_5"), True),
+        (part(0, 2, "tmp_5"), True),
+    ],
+    ids=["not renamed", "not renamed, and late", "of an earlier save", "renamed", "of the same node"],
+)
+def test_a_rank_that_renames_for_all(node_1: RecordedSave, whole: bool) -> None:
+    """The parts of other nodes still have the old name."""
+    saves = [part(0, 1, "s_5", was="tmp_5"), node_1]
+    assert wholes(current_parts(saves), {}) == ["s_5"] * whole
 
 
 def files(rank: int = 0, **sizes: int) -> dict[str, RecordedFile]:

@@ -185,6 +185,13 @@ def test_what_does_no_harm(case: str) -> None:
     assert {path: node for path, (node, _) in found.files.items()} == {A: 0, "both.json": 0, B: 1}
 
 
+@pytest.mark.parametrize(("older_than", "torn"), [(0, True), ((3 << 32) + 7, False), ((3 << 32) + 8, True)])
+def test_what_a_node_notes_as_older(older_than: int, torn: bool) -> None:
+    """It is left from a killed round. What is older than a later save may be part of this one."""
+    rows = {0: part(0, "a", parts=1), 1: replace(part(1, "b.", order=0), older_than=older_than)}
+    assert bool(joined(rows).torn) == torn
+
+
 def test_the_lowest_of_equal_parts_counts() -> None:
     rows = {0: part(0, "b. both", 1, "a both"), 1: part(1, "a both", 0, "b."), 2: part(2, "b. both", 1, "a both")}
     found = joined(rows)

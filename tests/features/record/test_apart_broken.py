@@ -11,6 +11,8 @@ import pytest
 from torch.distributed import HashStore
 
 from elastic_ext.checkpoints.copying import notes
+from elastic_ext.checkpoints.sharing.catalogue import catalogue_of
+from elastic_ext.checkpoints.sharing.merging import merged
 from elastic_ext.checkpoints.storage import LocalStorage
 from tests.features.record.rounds import checkpoints, recorded, store
 from tests.features.record.test_apart import NODES, WHOLE, Apart
@@ -35,7 +37,6 @@ def renames(apart: Apart, node: int, count: int, old: str, new: str) -> None:
     os.rename(one.local.path(old), one.local.path(new))
 
 
-@pytest.mark.xfail(reason="a part that one rank renames for all counts as a whole save", strict=True)
 def test_rank_0_renames_for_all(apart: Apart) -> None:
     """All write below a temporary name; after a barrier, rank 0 gives it the final one, as in a directory of all."""
     apart.steps(1)
@@ -60,7 +61,6 @@ def known_counts(apart: Apart, shared: LocalStorage | None, name: str) -> list[i
     return [each.count for each in found if each is not None and each.proved]
 
 
-@pytest.mark.xfail(reason="a torn file of an earlier round, on another node, vetoes all saves of its name", strict=True)
 def test_old_part_of_a_killed_round(
     apart: Apart, tmp_path: Path, checkpoints: LocalStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +82,13 @@ def test_old_part_of_a_killed_round(
             later.save(count + 1, f"mark_{count}")
             later.steps(count + 2)
             until(lambda count=count: later.parts(f"mark_{count}") == WHOLE)  # type: ignore[misc]
-        assert later.parts("last")[0] is not None
+        assert later.parts("last") == [(0, 1), (0, 1), None]  # that of node 1 is of the round before
+        of_all = {node: catalogue_of(each) for node, each in enumerate(later.locals)}
+        found = merged(of_all)["last"]
+        assert (found.torn, [node for node, _ in found.files.values()]) == ("", [0])
+        later.locals[1].put("last/r1", b"half")
+        of_all[1] = catalogue_of(later.locals[1])
+        assert merged(of_all)["last"].torn  # it may be of the same save
 
 
 def test_only_rank_0_asks_for_the_directory(tmp_path: Path, store: HashStore, checkpoints: LocalStorage) -> None:
@@ -107,10 +113,7 @@ def test_only_rank_0_asks_for_the_directory(tmp_path: Path, store: HashStore, ch
         assert apart.parts("s_8")[0] == (0, 1)
 
 
-LATE = pytest.mark.xfail(reason="parts of one fixed name must have one count of steps, whoever writes them", strict=True)
-
-
-@pytest.mark.parametrize("shared", [True, pytest.param(False, marks=LATE)])
+@pytest.mark.parametrize("shared", [True, False])
 def test_a_fixed_name_with_late_parts(apart: Apart, checkpoints: LocalStorage, shared: bool) -> None:
     """What writes beside the training begins a step later on one node, as with DCP's async_save to one directory."""
     apart.steps(1)

@@ -21,14 +21,15 @@ import elastic_ext
 from elastic_ext.agent import beginning, companion, exits, launch, verdicts
 from elastic_ext.agent.verdicts import FailedWorker
 from elastic_ext.base import errors, threads
+from elastic_ext.base.diagnosis import NODE_LOST
 from elastic_ext.base.settings import Settings
 from elastic_ext.events import receivers
-from elastic_ext.events.event_table import Cause, PastRecovery, RecoveryTrace, Source
+from elastic_ext.events.event_table import MEMBERSHIP, Cause, PastRecovery, RecoveryTrace, Source
 from elastic_ext.failures.ledger import JobVerdict
 from elastic_ext.failures.policy import Decision
 from elastic_ext.hangs.detector import Stuck
 from elastic_ext.rendezvous.address import own_name
-from elastic_ext.rendezvous.contract import Rendezvous, RoundEnd
+from elastic_ext.rendezvous.contract import EndKind, Rendezvous, RoundEnd
 from elastic_ext.telemetry import agent_metrics, families
 
 logger = logging.getLogger(__name__)
@@ -147,8 +148,18 @@ class Journal(companion.Companion):
 
     def round_over(self, over: RoundEnd) -> None:
         """Report that the workers of this node must stop, though none of them has failed."""
-        self._trace.stopped_for(Cause(reason=over.reason))
-        self.events.emit("round_over", cause=over.kind.value, reason=over.reason)
+        cause = cause_of(over)
+        self._trace.stopped_for(cause)
+        self.events.emit("round_over", cause=over.kind.value, reason=over.reason, kind=cause.kind)
+
+    def restarts_unfailed(self, over: RoundEnd | None) -> str:
+        """Return the kind of a restart before which no worker of this node has failed. over: how the round has ended, if known.
+
+        Invariant: metrics and events name the same kind, that of the end as this agent first saw it.
+        """
+        if self._trace.cause is None and over is not None:  # the workers had finished, so nothing had to stop
+            self._trace.stopped_for(cause_of(over))
+        return (self._trace.cause or Cause()).kind
 
     def hung(self, culprits: Mapping[int, Stuck], since: float | None) -> None:
         """Report whom the others wait for. culprits: by local rank. since: the last sign of life, monotonic; None: unknown."""
@@ -264,6 +275,12 @@ class Journal(companion.Companion):
             )
             if self._reported.again:
                 logger.warning("training again after %.2f s", recovery.end - recovery.begin)
+
+
+def cause_of(over: RoundEnd) -> Cause:
+    """Return why workers stop of which none has failed: a node was lost, this one included, or nodes come or leave."""
+    lost = over.lost or over.kind is EndKind.CUT_OFF
+    return Cause(NODE_LOST if lost else MEMBERSHIP, reason=over.reason)
 
 
 def shown_settings(settings: Settings) -> dict[str, str]:

@@ -25,7 +25,6 @@ from elastic_ext.base import settings as settings_module
 from elastic_ext.base.errors import BadCheckpoints, NodeDrained, NodeUnfit, RoundOver, StorageAway, usage_errors_exit
 from elastic_ext.base.torch_private import TorchAgent, hangup_ignored, received, reraise_signals, taken_for_sigterm
 from elastic_ext.base.wakeup import Wakeup, readable
-from elastic_ext.events.event_table import MEMBERSHIP
 from elastic_ext.failures import ledger, policy
 from elastic_ext.rendezvous.address import own_name
 from elastic_ext.rendezvous.contract import AgentHooks, JobDone, Rendezvous
@@ -144,7 +143,7 @@ class Supervisor(TorchAgent):
                     logger.info("all workers of all nodes have succeeded")
                     return result
             if result is None or result.state is WorkerState.SUCCEEDED:
-                self._metrics.restarted(MEMBERSHIP)
+                self._metrics.restarted(self._companions.journal.restarts_unfailed(self._handler.part.over()))
                 self.next_round()
                 continue
             cause, others = verdicts.cause_and_others(self._failed_workers(result))

@@ -86,7 +86,7 @@ def _clean(value: Value) -> Value:
 # their first step, it goes on. Metrics, events and spans report what is measured here.
 
 FIRST_STEP = "first_step"  # the last phase
-MEMBERSHIP = "membership"  # kind of a cause without a failure
+MEMBERSHIP = "membership"  # kind of a cause without a failure: nodes come or leave
 MOST_FAILURES = 16  # of a recovery that are kept: workers may fail again and again before their first step
 
 

@@ -44,10 +44,11 @@ class JobDone(RendezvousClosedError):  # type: ignore[misc, unused-ignore]  # to
 
 @dataclass(frozen=True)
 class RoundEnd:
-    """The end of a round, after which its workers must stop. reason: one line, for people."""
+    """The end of a round, after which its workers must stop. reason: one line, for people. lost: a node's loss has ended it."""
 
     kind: EndKind
     reason: str
+    lost: bool = False
 
     def __str__(self) -> str:
         return self.reason

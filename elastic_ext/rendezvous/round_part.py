@@ -51,7 +51,7 @@ def round_end(header: Header, round_: int, seal: str | None) -> RoundEnd | None:
     if header.round != round_ or seal not in (None, header.seal):
         return RoundEnd(EndKind.BROKEN, header.reason)
     if header.state is State.BROKEN:
-        return RoundEnd(header.end or EndKind.BROKEN, header.reason)
+        return RoundEnd(header.end or EndKind.BROKEN, header.reason, lost=bool(header.lost))
     return None
 
 

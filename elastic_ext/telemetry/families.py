@@ -225,8 +225,8 @@ def _known(*values: str) -> tuple[Labels, ...]:
 # The name of a counter is shown with the suffix _total, that of an info with _info.
 JOB = {
     "elastic_ext_restarts": counter(
-        "Restarts of this agent's workers, by the kind of failure that caused them. `node_lost`: they failed because a node was "
-        "lost; `membership`: nodes came, left or were lost, and no worker here failed.",
+        "Restarts of this agent's workers, by the kind of failure that caused them. `node_lost`: a node was lost, whether or not "
+        "workers failed of it; `membership`: nodes came or left, or workers failed on other nodes only.",
         "kind",
         known=_known(*diagnosis.KINDS, MEMBERSHIP, OTHER),
         most="one per kind",

@@ -29,7 +29,7 @@ SHORTEST_S = 0.001  # of a timeline: one event has no length
 SILENT = "nothing more was heard of it: it was killed, or its host was lost"
 # What explains the end of a round, or of an agent, the best first, with its kind; "": the event has it.
 EXPLAINS = {"decision": "", "node_drained": "drained", "node_refused": "refused", "preemption_noticed": PREEMPTION}
-EXPLAINS |= {"interrupted": USER_STOP, "hang": HANG, "round_over": MEMBERSHIP, "agent_ended": "error"}
+EXPLAINS |= {"interrupted": USER_STOP, "hang": HANG, "round_over": "", "agent_ended": "error"}
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Ends:
         members = self._job.rounds[round_].members if round_ >= 0 else (index,)
         at = min(self._tracks[who].stopped.get(each.round, each.at) for who, each in reports)
         reason = f"its agent received {event.signal}" if event.signal else event.reason or event.error or ""
-        mark = Interruption(at, event.round, EXPLAINS[event.event] or event.kind, reason, after=self._after(round_))
+        mark = Interruption(at, event.round, EXPLAINS[event.event] or event.kind or MEMBERSHIP, reason, after=self._after(round_))
         if event.event == "decision":
             code = "" if event.exit_code is None else f", exit code {event.exit_code}"
             mark = replace(mark, decision=event.decision + code, rank=event.culprit_rank, node=event.culprit_host)

@@ -109,7 +109,8 @@ def failed_share(counter: str) -> str:
 OF_JOBS = (
     Rule("run:elastic_ext_agents:count", f'count by (run_id) ({STATE}{{state!="ended"}} == 1)'),
     Rule("run:elastic_ext_agents_running:count", f'count by (run_id) ({STATE}{{state="running"}} == 1)'),
-    # An agent on which nothing has failed counts a restart as one of membership; on ext_etcd it knows the verdict, too.
+    # An agent on which nothing has failed counts a restart as one of membership, unless a node was lost; on ext_etcd it knows the
+    # verdict, too.
     Rule(
         "run:elastic_ext_restarts:increase15m",
         "max by (run_id) (\n"

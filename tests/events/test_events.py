@@ -13,17 +13,20 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.request import urlopen
 
 import jsonschema
 import pytest
 
 import elastic_ext
-from elastic_ext.agent.journal import ended, shown_settings
+from elastic_ext.agent.journal import Journal, cause_of, ended, shown_settings
 from elastic_ext.base.settings import Settings
 from elastic_ext.events import event_table
 from elastic_ext.events.event_table import FIELDS, EventTime, Source
 from elastic_ext.events.output import Events
+from elastic_ext.rendezvous.contract import EndKind, RoundEnd
+from tests.etcd_server import EtcdServer
 from tests.jobs import AGENT, SCRIPTS, TORCHRUN, Gate, Job, run
 from tests.reference import EVENT_SCHEMA, EVENTS
 from tests.until import LIMIT_S
@@ -356,18 +359,47 @@ def test_the_events_of_a_hang(tmp_path):
     assert found[-3]["cause"] == "hang"
 
 
+@pytest.mark.parametrize(
+    ("over", "kind"),
+    [
+        (RoundEnd(EndKind.BROKEN, "lost b", lost=True), "node_lost"),
+        (RoundEnd(EndKind.CUT_OFF, "this node is cut off"), "node_lost"),
+        (RoundEnd(EndKind.BROKEN, "growing by c"), "membership"),
+        (RoundEnd(EndKind.FAILED, "workers of b failed"), "membership"),
+        (RoundEnd(EndKind.CLOSED, "b closed the job"), "membership"),
+    ],
+)
+def test_the_end_of_a_round_has_a_kind(over, kind):
+    assert cause_of(over) == event_table.Cause(kind, reason=over.reason)
+
+
+def test_what_an_agent_saw_first_counts():
+    """A restart is counted once its workers are stopped: the others may have begun the next round by then."""
+    journal = object.__new__(Journal)
+    journal._trace, journal.events = event_table.RecoveryTrace(), SimpleNamespace(emit=lambda *_, **__: None)
+    later = RoundEnd(EndKind.BROKEN, "another round runs")
+    assert journal.restarts_unfailed(None) == "membership"
+    journal.round_over(RoundEnd(EndKind.BROKEN, "lost b", lost=True))
+    assert journal.restarts_unfailed(later) == "node_lost"
+    journal._trace.cause = None  # the next round has begun
+    assert journal.restarts_unfailed(RoundEnd(EndKind.BROKEN, "lost c", lost=True)) == "node_lost"
+    assert journal._trace.cause.reason == "lost c"
+
+
+def node_of_two(name: str, server: EtcdServer, gate: Gate) -> Job:
+    """A node of a job on etcd. Both write to one file; both are there before the last call is over."""
+    folder = gate.path.parent
+    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
+    conf = "--rdzv-conf=lease_ttl=60,last_call_timeout=240,platform_grace=60"
+    where = {"GATE": str(gate.path), "ELASTIC_EXT_EVENTS_FILE": str(folder / "events"), "ELASTIC_EXT_NODE_NAME": name}
+    return Job([*command, conf, ELASTIC], folder, NODE=name, **where)
+
+
 @pytest.mark.full
 def test_events_of_two_nodes_when_one_leaves(server, tmp_path):
-    """On etcd. Both write to one file, and number the rounds alike."""
+    """The nodes number the rounds alike."""
     gate = Gate(tmp_path / "gate")
-    command = [*TORCHRUN, "--rdzv-backend=ext_etcd", f"--rdzv-endpoint={server.endpoint}", "--rdzv-id=job", "--nnodes=1:2"]
-    conf = "--rdzv-conf=lease_ttl=60,last_call_timeout=240,platform_grace=60"  # both are there before it is over
-
-    def node(name: str) -> Job:
-        where = {"GATE": str(gate.path), "ELASTIC_EXT_EVENTS_FILE": str(tmp_path / "events"), "ELASTIC_EXT_NODE_NAME": name}
-        return Job([*command, conf, ELASTIC], tmp_path, NODE=name, **where)
-
-    with node("a") as stays, node("b") as leaves:
+    with node_of_two("a", server, gate) as stays, node_of_two("b", server, gate) as leaves:
         stays.wait_for('"world": 2')
         leaves.wait_for('"world": 2')
         leaves.process.send_signal(signal.SIGTERM)
@@ -387,3 +419,25 @@ def test_events_of_two_nodes_when_one_leaves(server, tmp_path):
     assert (a[6]["world_size_before"], a[6]["world_size"]) == (2, 1)
     assert [each["round"] for each in a] == [0, 1, 1, 1, 1, 2, 2, 2, 2, 2]
     assert a[-1]["state"] == "succeeded"
+
+
+@pytest.mark.full
+def test_a_lost_node_is_so_called_without_failures(server, tmp_path):
+    """No worker fails of it: they are not in a collective. The event, the metric and the recovery say the same."""
+    gate = Gate(tmp_path / "gate")
+    with node_of_two("a", server, gate) as stays, node_of_two("b", server, gate) as lost:
+        (url,) = stays.wait_for(r"serving (http://\S+)")
+        stays.wait_for('"world": 2')
+        lost.wait_for('"world": 2')
+        lost.process.kill()
+        stays.wait_for('"world": 1, "attempt": 1')
+        page = urlopen(url[1], timeout=LIMIT_S).read().decode()
+        gate.open()
+        assert stays.finish().returncode == 0
+    a = [each for each in read(tmp_path / "events") if each["node"] == "a"]
+    assert not {"failure", "decision"} & set(names(a))
+    (over,) = (each for each in a if each["event"] == "round_over")
+    assert (over["cause"], over["kind"]) == ("broken", "node_lost")
+    assert [each["cause"] for each in a if each["event"] == "round_started"] == ["start", "node_lost"]
+    assert 'elastic_ext_restarts_total{kind="node_lost"} 1.0\n' in page
+    assert 'elastic_ext_restarts_total{kind="membership"} 0.0\n' in page

@@ -47,6 +47,12 @@ def test_a_round_ends_by_its_header(header, kind):
     assert (ended.kind if ended is not None else None) is kind
 
 
+@pytest.mark.parametrize(("lost", "signal"), [("h0:1", ""), ("", ""), ("", "SIGTERM")])
+def test_only_a_lost_node_ends_a_round_so(lost, signal):
+    """Not one that a signal has asked to leave."""
+    assert round_end(Header(3, State.BROKEN, seal="s", lost=lost, signal=signal), 3, "s").lost is bool(lost)
+
+
 def test_an_interrupted_leave_is_completed_by_the_next():
     def leave() -> None:
         raise KeyboardInterrupt

@@ -263,6 +263,17 @@ def test_an_unreported_rounds_end_is_no_loss():
     assert [each.kind for each in made.interruptions] == ["membership"]
 
 
+@pytest.mark.parametrize("kind", ["node_lost", "membership"])
+def test_the_end_of_a_round_says_its_kind(kind):
+    """Also where the lost node is back, and so has not fallen silent."""
+    a, b = in_round_1("a", "b")
+    for agent in (a, b):
+        agent.at(60, "round_over", cause="broken", reason="lost b", kind=kind)
+        agent.at(61, "workers_stopped")
+        agent.joins(62, 2, 0 if agent is a else 1)
+    assert [each.kind for each in spans.timeline(read(a, b)).interruptions] == [kind]
+
+
 def test_agents_that_end_alike_are_one_interruption():
     agents = in_round_1(*"abcdef")
     for agent in agents:

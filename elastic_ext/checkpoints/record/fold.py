@@ -57,12 +57,22 @@ class SavePiece:
     removed: list[OpenSave] = field(default_factory=list)  # older saves that the same thread has removed since
 
 
+@dataclass(frozen=True)
+class SaveName:
+    """What is known of the name of a save: see `proof.RecordedSave`."""
+
+    entry: SavePath
+    number: int
+    since: int
+    was: str = ""
+
+
 @dataclass
 class OpenSave:
     """One save of an entry, as far as it has been seen."""
 
     order: int
-    entry: SavePath
+    name: SaveName
     files: dict[str, tuple[Who, int]]  # of the entry: who wrote each last, and the count then
     names: set[str]  # that it has had, with "#" for digits; none if another process wrote it, whose files are unknown
     written: set[str] = field(default_factory=set)  # of the files, by this save
@@ -73,9 +83,10 @@ class OpenSave:
     cut: int = 0  # files that were removed after it was over
     gone: bool = False
     changes: int = 0  # how often something of it was written, or removed from it
-    was: str = ""  # the name from which it was renamed
-    number: int = 0  # how often this name was saved before, in this round
-    since: int = -1  # the count at the last writing of the save of this name before
+
+    @property
+    def entry(self) -> SavePath:
+        return self.name.entry
 
     @property
     def count(self) -> int:
@@ -124,6 +135,7 @@ class _Entries:
 
     def _follow(self, who: Who, save: OpenSave) -> None:
         self._open.setdefault(who, {})[save.order] = save
+        self._note_last(save)
 
     def said(self, why: str, who: Who) -> str:
         return why.format(rank=self.journals[who[0]].rank)
@@ -155,14 +167,14 @@ class _Entries:
 
     def _begin(self, entry: SavePath, files: dict[str, tuple[Who, int]], names: set[str]) -> OpenSave:
         number, since = self._last.get(entry, (-1, -1))
-        begun = self._current[entry] = OpenSave(self._begun, entry, files, names, number=number + 1, since=since)
+        begun = self._current[entry] = OpenSave(self._begun, SaveName(entry, number + 1, since), files, names)
         self._begun += 1
         self.saves.append(begun)
         return begun
 
     def _note_last(self, save: OpenSave) -> None:
         self._last.pop(save.entry, None)
-        self._last[save.entry] = save.number, max((each.count for each in save.pieces.values()), default=-1)
+        self._last[save.entry] = save.name.number, max((each.count for each in save.pieces.values()), default=-1)
         if len(self._last) > MOST_NAMES:
             del self._last[next(iter(self._last))]
 
@@ -321,7 +333,6 @@ class SaveFold(_Entries):
         save.begins.setdefault(who[0], event.steps)
         save.commit = ""
         save.changes += 1
-        self._note_last(save)
 
     def _next_save(self, who: Who, save: OpenSave) -> None:
         """A thread has begun this save: it is through with those of the same directory, and of the same name but for digits."""
@@ -429,8 +440,7 @@ class SaveFold(_Entries):
         save = self._begin(event.to, files, names)
         save.pieces, save.begins = pieces, dict(source.begins)
         save.unseen, save.cut = source.unseen, source.cut
-        save.was = event.place.path if event.place == event.place.entry else ""
-        self._note_last(save)
+        save.name = replace(save.name, was=event.place.path if event.place == event.place.entry else "")
         by_step = any(each.over in (self.said(STEP, of), self.said(REMOVED, of)) for of, each in pieces.items())
         if event.number == 0 and not by_step:  # else it is an older one that makes room
             save.commit = self.said(RENAMED, who)

@@ -323,7 +323,7 @@ class _Judge:
             gone=save.gone,
             changes=save.changes,
             usual=max((self.files.get(each, 0) for each in save.names), default=0),
-            was=save.was,
-            number=save.number,
-            since=save.since,
+            was=save.name.was,
+            number=save.name.number,
+            since=save.name.since,
         )

@@ -135,7 +135,7 @@ class _Entries:
 
     def _follow(self, who: Who, save: OpenSave) -> None:
         self._open.setdefault(who, {})[save.order] = save
-        self._note_last(save)
+        self._note_last(save, save.pieces[who].count)
 
     def said(self, why: str, who: Who) -> str:
         return why.format(rank=self.journals[who[0]].rank)
@@ -172,9 +172,10 @@ class _Entries:
         self.saves.append(begun)
         return begun
 
-    def _note_last(self, save: OpenSave) -> None:
-        self._last.pop(save.entry, None)
-        self._last[save.entry] = save.name.number, max((each.count for each in save.pieces.values()), default=-1)
+    def _note_last(self, save: OpenSave, count: int) -> None:
+        """count: at a writing of it."""
+        number, last = self._last.pop(save.entry, (-1, -1))
+        self._last[save.entry] = save.name.number, max(count, last) if number == save.name.number else count
         if len(self._last) > MOST_NAMES:
             del self._last[next(iter(self._last))]
 

@@ -37,7 +37,7 @@ from elastic_ext.checkpoints.record.stored import NodePart, RecordedFile, UsualS
 LEFT = "a worker has removed a part of it"
 NOT_ALL_AGAIN = "not all nodes have written their part again"
 SEVERAL_COUNTS = (
-    "the nodes have written their parts at other steps, and the name came before: give each save a name with its step"
+    "the nodes have written their parts at different steps, and the name came before: give each save a name with its step"
 )
 LOCAL = 1
 """The number of the `local_dir` of group rank 0 in the proof of a round; those of the other nodes follow."""

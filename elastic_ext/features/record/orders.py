@@ -27,7 +27,6 @@ from elastic_ext.checkpoints.record.stored import (
     KnownSave,
     RecordedFile,
     Trust,
-    began_at,
     changed_at,
     files_at,
     known_saves,
@@ -183,8 +182,7 @@ class NodeRecord:
         save = read_save(self._local, known) if known is not None else None
         if save is not None and trust(save.as_whole, found)[0] is Trust.PROVED:
             return {}
-        began = began_at(self._local)
-        if found and began is not None and changed < began:
+        if found and notes.is_of_earlier_round(self._local, name):
             self._older[name] = changed
             return {}
         return found
